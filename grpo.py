@@ -1,0 +1,773 @@
+"""Stage 4a: critic-free reinforcement learning of a language model (GRPO and its relatives), in one file.
+
+GRPO (arXiv 2402.03300) is PPO (1707.06347) with these deletions: no critic, no GAE, no value loss. In their place each
+prompt is answered n times and a response's advantage is its reward against its siblings', (R - mean) / std, the same for
+all of its tokens. What is left of PPO: the clipped ratio. KL to a reference model is optional and off.
+
+One step:  prompts -> n responses each -> rewards -> advantages -> (old, reference) log-probs -> clipped update -> weights to the engine
+
+    python grpo.py --train_files data/gsm8k/train.parquet --val_files data/gsm8k/test.parquet      one GPU, or a CPU
+    torchrun --standalone --nproc_per_node=8 grpo.py --model_path Qwen/Qwen2.5-7B-Instruct ...     eight GPUs
+
+Everything per token is 1-D: the response tokens of this rank's batch, one after the other. T packed tokens of a
+micro-batch (prompts included), R response tokens, N responses, V vocabulary, H hidden.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import socket
+import sys
+import time
+import types
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from merge import find_checkpoint, load_checkpoint, save_checkpoint
+from prepare_data import batch_rows, load_prompts
+from reward import Scorer, summarize
+from rollout import HFEngine, Sampling, VLLMEngine, eos_token_ids, request_seeds
+
+
+@dataclass
+class Args:
+    # data
+    train_files: str = "data/gsm8k/train.parquet"        # parquet in verl's schema; several: a,b
+    val_files: str = "data/gsm8k/test.parquet"           # likewise; "" for no validation
+    train_batch_size: int = 256                          # prompts a step
+    max_prompt_length: int = 512                         # tokens
+    max_response_length: int = 256                       # tokens
+    truncation: Literal["filter", "error", "left", "right", "middle"] = "filter"  # what to do with longer prompts
+    prompt_key: str = "prompt"                           # column of the chat messages
+    # model and optimizer
+    model_path: str = "Qwen/Qwen2.5-0.5B-Instruct"       # local directory or hub name
+    lr: float = 1e-6                                     # AdamW
+    weight_decay: float = 0.01                           # AdamW
+    warmup_steps: int = 0                                # steps of linear warm-up, then constant
+    max_grad_norm: float = 1.0                           # clip the gradient's norm to this
+    ppo_mini_batch_size: int = 64                        # prompts an optimizer step, over all GPUs
+    ppo_epochs: int = 1                                  # passes over a batch
+    max_tokens_per_micro_batch: int = 16384              # prompt + response tokens of one forward/backward on one GPU
+    gradient_checkpointing: bool = False                 # recompute layers in the backward: less memory, slower
+    param_offload: bool = False                          # parameters wait on the host while the engine generates
+    optimizer_offload: bool = False                      # optimizer state likewise
+    offload_policy: bool = False                         # FSDP2's: parameters, gradients and optimizer live on the host
+    compile: Literal["auto", "true", "false"] = "auto"   # torch.compile of layers and head; auto: on a GPU
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"      # compute; master weights are fp32. auto: bf16 on a GPU
+    # rollout
+    engine: Literal["vllm", "hf"] = "vllm"               # hf: Hugging Face generate, for CPUs and debugging
+    n: int = 8                                           # responses a prompt
+    temperature: float = 1.0                             # sampling; training divides logits by it too
+    top_p: float = 1.0                                   # 1: off
+    top_k: int = -1                                      # -1: off
+    ignore_eos: bool = False                             # every response max_response_length long, for benchmarks
+    gpu_memory_utilization: float = 0.4                  # share of the GPU for vLLM's weights and KV cache
+    tensor_model_parallel_size: int = 1                  # GPUs that share one vLLM engine
+    max_num_seqs: int = 1024                             # sequences an engine decodes at once
+    sleep: Literal["auto", "always", "never"] = "auto"   # vLLM gives its memory back while training; auto: if both don't fit
+    rollout_logprobs: float = 0.0625                     # share of responses whose engine log-probs are compared with the trainer's
+    enforce_eager: bool = False                          # vLLM without CUDA graphs: starts faster, runs slower
+    # algorithm
+    adv_estimator: Literal["grpo"] = "grpo"              # advantage
+    norm_adv_by_std_in_grpo: bool = True                 # false: no division by the group's std (Dr. GRPO)
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"  # token losses -> one
+    clip_ratio_low: float = 0.2                          # ratio is clipped to [1 - low, 1 + high]
+    clip_ratio_high: float = 0.2                         # 0.28 is DAPO's clip-higher
+    clip_ratio_c: float = 3.0                            # dual clip: bound of the loss at negative advantage; 0: off
+    entropy_coeff: float = 0.0                           # entropy bonus
+    use_kl_loss: bool = False                            # KL to the reference model (the initial one) in the loss
+    kl_loss_coef: float = 0.001                          # its weight
+    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "low_var_kl+", "k3+"] = "low_var_kl"  # estimator
+    # reward
+    reward_fn: str = "auto"                              # auto|robust|strict|flexible|boxed|verl_strict|math or path.py:function
+    reward_timeout: float = 10.0                         # seconds an item may take
+    reward_workers: int = 0                              # child processes a rank; 0: from the number of cores
+    # trainer
+    total_epochs: int = 15                               # passes over the training prompts
+    total_training_steps: int = 0                        # stop after this many steps instead
+    test_freq: int = 10                                  # validate every so many steps and at the end; 0: never
+    val_before_train: bool = True                        # validate before the first step
+    val_n: int = 1                                       # responses a validation prompt; pass@k for n > 1
+    val_temperature: float = 0.0                         # 0: greedy
+    save_freq: int = 10                                  # checkpoint every so many steps and at the end; 0: never
+    max_ckpt_to_keep: int = 0                            # older checkpoints are deleted; 0: keep all
+    resume_mode: str = "auto"                            # auto: newest whole checkpoint of the run; disable; or a path
+    project_name: str = "nanoverl"                       # folder of runs, and wandb's project
+    experiment_name: str = "grpo"                        # folder of this run
+    default_local_dir: str = "checkpoints"               # root of both
+    logger: str = "console,jsonl,tensorboard"            # any of console,jsonl,tensorboard,wandb
+    dump_rollouts: int = 8                               # responses a step written to rollouts/step_N.jsonl
+    seed: int = 0                                        # of data order and sampling
+
+
+def parse_args(cls, argv=None):
+    """Command line -> cls: one option a field; the comment beside a field is its help. Booleans take true/false."""
+    boolean = lambda s: {"true": True, "false": False, "1": True, "0": False}[s.lower()]
+    boolean.__name__ = "true/false"
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.M))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=150))
+    for field in dataclasses.fields(cls):
+        literal = get_origin(field.type) is Literal
+        parser.add_argument(f"--{field.name}", default=field.default, metavar=None if literal else field.type.__name__.upper(),
+                            type=boolean if field.type is bool else str if literal else field.type,
+                            choices=get_args(field.type) if literal else None, help=f"{comments[field.name]} [{field.default}]".replace("%", "%%"))
+    return cls(**vars(parser.parse_args(argv)))
+
+
+def check(args, world):
+    """Raise ValueError, in a sentence that names the option and the remedy, before anything expensive starts."""
+    mini = args.ppo_mini_batch_size = min(args.ppo_mini_batch_size, args.train_batch_size)
+    for name in ("train_batch_size", "ppo_mini_batch_size", "max_prompt_length", "max_response_length", "n", "ppo_epochs", "val_n", "max_num_seqs"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.train_batch_size % mini:
+        raise ValueError(f"--train_batch_size {args.train_batch_size} is no multiple of --ppo_mini_batch_size {mini}; change one of them")
+    if mini % world:
+        raise ValueError(f"--ppo_mini_batch_size {mini} can't be split over {world} GPUs; take a multiple of {world}")
+    if world % args.tensor_model_parallel_size:
+        raise ValueError(f"--tensor_model_parallel_size {args.tensor_model_parallel_size} does not divide the {world} GPUs")
+    if args.max_prompt_length + args.max_response_length > args.max_tokens_per_micro_batch:
+        raise ValueError(f"--max_tokens_per_micro_batch {args.max_tokens_per_micro_batch} is below --max_prompt_length + --max_response_length "
+                         f"= {args.max_prompt_length + args.max_response_length}: a single sample would not fit; raise it")
+    if args.n == 1:
+        raise ValueError("--n 1 leaves a group of one, whose advantage is 0: nothing would be learned; take --n 2 or more, or ppo.py")
+    if args.temperature <= 0:
+        raise ValueError(f"--temperature {args.temperature} must be above 0: greedy responses of a prompt are all the same")
+    if not (0 < args.top_p <= 1 and (args.top_k == -1 or args.top_k >= 1)):
+        raise ValueError(f"--top_p {args.top_p} must lie in (0, 1] and --top_k {args.top_k} be -1 (off) or at least 1")
+    if not 0 < args.gpu_memory_utilization < 1:
+        raise ValueError(f"--gpu_memory_utilization {args.gpu_memory_utilization} must lie between 0 and 1")
+    if args.clip_ratio_c and args.clip_ratio_c <= 1:
+        raise ValueError(f"--clip_ratio_c {args.clip_ratio_c} must be above 1 (or 0 for no dual clip)")
+    if unknown := set(args.logger.split(",")) - {"console", "jsonl", "tensorboard", "wandb"}:
+        raise ValueError(f"--logger {args.logger}: unknown {', '.join(sorted(unknown))}; choose from console,jsonl,tensorboard,wandb")
+    if args.top_p < 1 or args.top_k > 0:
+        print0("warning: training scores with the full softmax, but --top_p/--top_k cut the sampling distribution: the ratio is biased")
+    if args.val_temperature == 0 and args.val_n > 1:
+        print0(f"warning: greedy validation gives {args.val_n} equal responses; using --val_n 1 (set --val_temperature above 0 for pass@k)")
+        args.val_n = 1
+    if not args.use_kl_loss and args.kl_loss_coef != Args.kl_loss_coef:
+        print0(f"warning: --kl_loss_coef {args.kl_loss_coef} does nothing without --use_kl_loss true")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+
+def print0(*message):
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(*message, flush=True)
+
+
+def init_distributed():
+    """torchrun's process group, or one of this process alone; returns (rank, world, device)."""
+    if "RANK" not in os.environ:
+        with socket.socket() as s:  # a free port
+            s.bind(("127.0.0.1", 0))
+            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    rank, local_rank, world = (int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(f"rank {rank} finds {torch.cuda.device_count()} GPUs on this node; lower --nproc_per_node of torchrun")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
+    except dist.DistNetworkError as error:
+        raise ValueError(f"can't open {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: another run may hold the port; start torchrun "
+                         f"with --standalone or another --master_port ({str(error).splitlines()[0]})") from None
+    return rank, world, device
+
+
+def all_sum(*values):
+    """Sums of numbers over all ranks, as floats."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model: a packed row of sequences in, log-probs of the response tokens out
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, cu_seq_lens_q=None, max_length_q=None, **kwargs):
+    """Causal attention inside each sequence of a packed row: query (1, heads, T, D), cu_seq_lens_q (sequences + 1,) int32."""
+    window = (sliding_window - 1 if sliding_window and sliding_window < max_length_q else -1, 0)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                                         # (T, heads, D)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=window).unsqueeze(0), None
+    position = torch.arange(max_length_q, device=query.device)
+    valid = position < cu_seq_lens_q.diff()[:, None]                                                          # (sequences, L)
+    def pad(x):  # (1, heads, T, D) -> (sequences, heads, L, D); under causal attention right padding needs no mask
+        return x.new_zeros(*valid.shape, x.shape[1], x.shape[3]).masked_scatter(valid[:, :, None, None], x[0].transpose(0, 1)).transpose(1, 2)
+    near = None if window[0] < 0 else (position[:, None] - position).unsqueeze(0).ge(0) & ((position[:, None] - position) <= window[0])
+    out = F.scaled_dot_product_attention(pad(query), pad(key), pad(value), attn_mask=near, is_causal=near is None, scale=scaling,
+                                         enable_gqa=query.shape[1] != key.shape[1])
+    return out.transpose(1, 2)[valid].unsqueeze(0), None                                                      # (1, T, heads, D)
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)
+
+
+def head_logprobs(hidden, weight, bias, labels, temperature, entropy_grad):
+    """hidden (R, H), weight (V, H), labels (R,) -> log-probs (R,) and entropies (R,), fp32."""
+    logits = F.linear(hidden, weight, bias).float() / temperature
+    logp = logits.gather(-1, labels[:, None])[:, 0] - logits.logsumexp(-1)
+    z = logits if entropy_grad else logits.detach()
+    p = z.softmax(-1)
+    return logp, z.logsumexp(-1) - torch.where(p > 0, p * z, 0.0).sum(-1)  # where: a logit of -inf has no part in the entropy
+
+
+HEAD_CHUNK = 8192  # tokens whose logits exist at once; the backward recomputes them
+
+
+def token_logprobs(self, inputs, labels, temperature, entropy_grad=False):
+    """A method of the model: pack()'s inputs and labels -> log-probs (R,), entropies (R,) at that temperature."""
+    index, inputs = inputs["index"], {k: v for k, v in inputs.items() if k != "index"}
+    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state[0][index]                          # (R, H)
+    head = self.get_output_embeddings()
+    parts = [checkpoint(self.head_logprobs, h, head.weight, head.bias, y, temperature, entropy_grad, use_reentrant=False)
+             for h, y in zip(hidden.split(HEAD_CHUNK), labels.split(HEAD_CHUNK))]
+    return tuple(torch.cat(x) for x in zip(*parts))
+
+
+def load_model(path, args, device, train=True):
+    """A causal LM with fp32 master weights, sharded by FSDP2, with the method token_logprobs."""
+    bf16 = args.dtype == "bf16"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32 if train or not bf16 else torch.bfloat16, attn_implementation="packed")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # dropout would make the ratio differ from 1 before the first update
+    model.token_logprobs = types.MethodType(token_logprobs, model)
+    model.head_logprobs = head_logprobs
+    check_forward(model)
+    model.train(train).requires_grad_(train)
+    if train and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = model.base_model.layers
+    if args.compile == "true":
+        model.head_logprobs = torch.compile(head_logprobs, dynamic=True)
+        for layer in layers:
+            layer.compile(dynamic=True)
+    policy = dict(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32),
+                  offload_policy=CPUOffloadPolicy() if args.offload_policy else OffloadPolicy())
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, **policy)
+    fully_shard(model, mesh=mesh, **policy)  # embedding, last norm and head (perhaps the embedding once more) in one unit
+    register_fsdp_forward_method(model, "token_logprobs")
+    if not args.offload_policy:
+        model.to(device)
+    return model
+
+
+@torch.no_grad()
+def check_forward(model):
+    """Packed log-probs of two short sequences must equal the model's own forward, or its architecture isn't the plain one
+    assumed above (logits scaled or soft-capped, attention with extras) and training would be silently wrong."""
+    ids = torch.arange(1, 12) % model.config.vocab_size
+    inputs = {"input_ids": ids[None], "position_ids": torch.tensor([[*range(4), *range(7)]]), "max_length_q": 7,
+              "cu_seq_lens_q": torch.tensor([0, 4, 11], dtype=torch.int32), "index": torch.tensor([0, 1, 2, 4, 5, 6, 7, 8, 9])}
+    packed = model.token_logprobs(inputs, ids[inputs["index"] + 1], 1.0)[0]
+    model.set_attn_implementation("sdpa")
+    alone = [model(input_ids=s[None], use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(-1, s[1:, None])[:, 0] for s in (ids[:4], ids[4:])]
+    model.set_attn_implementation("packed")
+    if (error := (packed - torch.cat(alone)).abs().max()) > (1e-3 if packed.dtype == model.dtype else 0.1):
+        raise ValueError(f"--model_path: packed log-probs of {type(model).__name__} differ from its own forward by {error:.3g}; this architecture is "
+                         "not supported (are its logits scaled or soft-capped?)")
+
+
+def move(model, optimizer, args, device):
+    """Idle offload: parameters and optimizer state to the host ("cpu") for the rollout, or back."""
+    if args.param_offload:
+        model.to(device)
+    if args.optimizer_offload:
+        for state in optimizer.state.values():
+            state |= {k: v.to(device) for k, v in state.items() if torch.is_tensor(v) and v.dim() > 0}
+
+
+def pack(samples, device):
+    """Lay samples end to end, prompt and response -> model inputs, labels.
+
+    inputs: input_ids, position_ids (1, T); cu_seq_lens_q (N + 1,); max_length_q; index (R,): the place in the row, one before a response
+    token, whose logits predict it. labels (R,): the response tokens, sample after sample.
+    """
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+    starts = np.cumsum([0, *lengths])
+    ids = np.fromiter(itertools.chain.from_iterable(itertools.chain(s.prompt_ids, s.response_ids) for s in samples), np.int64, starts[-1])
+    index = np.concatenate([np.arange(end - len(s.response_ids), end) for s, end in zip(samples, starts[1:])])
+    position = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    ids, index, position, cu = (torch.from_numpy(x).to(device, non_blocking=True) for x in (ids, index, position, starts.astype(np.int32)))
+    return {"input_ids": ids[None], "position_ids": position[None], "cu_seq_lens_q": cu, "max_length_q": max(lengths), "index": index - 1}, ids[index]
+
+
+def micro_batches(samples, rows, budget):
+    """Split rows (indices into samples) into lists of at most `budget` tokens; every rank gets the same number of lists.
+
+    Neighbours have similar lengths. A rank with fewer gets empty lists, for which it runs a sample at weight zero.
+    """
+    size = lambda i: len(samples[i].prompt_ids) + len(samples[i].response_ids)
+    batches, used = [], budget + 1
+    for i in sorted(rows, key=size, reverse=True):
+        if used + size(i) > budget:
+            batches.append([])
+            used = 0
+        batches[-1].append(i)
+        used += size(i)
+    count = torch.tensor(len(batches))
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return batches + [[]] * (int(count) - len(batches))
+
+
+def flat_rows(offsets, rows):
+    """Places of these samples' response tokens in the batch's flat tensors. offsets (N + 1,): where each sample starts."""
+    return torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in rows])
+
+
+@torch.no_grad()
+def batch_logprobs(model, samples, offsets, args, device):
+    """Log-probs (R,) of all response tokens of this rank's batch under `model`."""
+    logp = torch.zeros(offsets[-1], device=device)
+    for rows in micro_batches(samples, range(len(samples)), 2 * args.max_tokens_per_micro_batch):
+        inputs, labels = pack([samples[i] for i in rows or [0]], device)
+        out, _ = model.token_logprobs(inputs, labels, args.temperature)
+        if rows:
+            logp[flat_rows(offsets, rows).to(device)] = out
+    return logp
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The algorithm
+
+def group_advantages(rewards, group, norm_by_std=True):
+    """GRPO: (R - mean) / (std + 1e-6) inside each prompt's group (arXiv 2402.03300); without the std it is Dr. GRPO's (2503.20783).
+
+    rewards (N,): NaN is a missing reward: its advantage is 0 and the others do without it. group (N,) int: rows with the
+    same number answer the same prompt, in any order. Sample std. A group whose rewards are all equal, or of one, is
+    exactly 0: tested on max and min, because the rounding of a float mean divided by a tiny std is not. float64 -> (N,).
+    """
+    rewards, present = rewards.double().nan_to_num(0.0), ~rewards.isnan()
+    zeros = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
+    count = zeros.scatter_add(0, group, present.double()).clamp(min=1)
+    mean = zeros.scatter_add(0, group, rewards * present) / count
+    centred = (rewards - mean[group]) * present
+    low = (zeros + math.inf).scatter_reduce(0, group, rewards.masked_fill(~present, math.inf), "amin")
+    high = (zeros - math.inf).scatter_reduce(0, group, rewards.masked_fill(~present, -math.inf), "amax")
+    std = (zeros.scatter_add(0, group, centred**2) / (count - 1).clamp(min=1)).sqrt()
+    advantages = centred / (std[group] + 1e-6) if norm_by_std else centred
+    return torch.where((high - low > 1e-6)[group], advantages, 0.0)
+
+
+def loss_weights(lengths, mode, tokens, rows, max_length):
+    """Weight of each response's token losses so that the plain sum over all micro-batches and ranks is the aggregated loss.
+
+    lengths (N,): trained tokens a response. tokens, rows: trained tokens, and responses that have any, in the whole
+    mini-batch on all ranks. max_length: the constant C of Dr. GRPO. Returns (N,) float32.
+    """
+    weight = {"token-mean": torch.full_like(lengths, 1 / max(tokens, 1), dtype=torch.float64),              # DAPO, 2503.14476
+              "seq-mean-token-sum": torch.full_like(lengths, 1 / max(rows, 1), dtype=torch.float64),
+              "seq-mean-token-mean": 1 / (max(rows, 1) * lengths.clamp(min=1).double()),                     # GRPO, 2402.03300
+              "seq-mean-token-sum-norm": torch.full_like(lengths, 1 / (max(rows, 1) * max_length), dtype=torch.float64)}  # Dr. GRPO, 2503.20783
+    return weight[mode].float()
+
+
+def policy_loss(logp, old_logp, advantages, low=0.2, high=0.2, c=3.0):
+    """PPO's clipped loss per token (arXiv 1707.06347) with separate bounds (DAPO) and dual clip (1912.09729).
+
+    All (R,). c bounds the loss of negative advantages at -c A; 0: off. The log-ratio is clamped to +-20 as in verl, with no
+    gradient outside. Returns the loss (R,) and per-token metrics (R,).
+    """
+    log_ratio = (logp - old_logp).clamp(-20, 20)
+    ratio = log_ratio.exp()
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    loss = torch.maximum(plain, clipped)
+    metrics = {"pg_clipfrac": (clipped > plain).float(), "ppo_kl": -(logp - old_logp).detach()}
+    if c:
+        metrics["pg_clipfrac_lower"] = ((loss > -c * advantages) & (advantages < 0)).float()
+        loss = torch.where(advantages < 0, torch.minimum(loss, -c * advantages), loss)
+    return loss, metrics
+
+
+def kl_penalty(logp, ref_logp, kind):
+    """Estimates of KL(policy || reference) per token (http://joschu.net/blog/kl-approx.html): (R,), (R,) -> (R,).
+
+    k1|kl, abs, k2|mse, k3|low_var_kl; a trailing + keeps the value and takes k2's gradient, the unbiased one when used as a
+    loss. As in verl k3's log-ratio is clamped to +-20 and its value to +-10.
+    """
+    if kind.endswith("+"):
+        value, slope = kl_penalty(logp, ref_logp, kind[:-1]), kl_penalty(logp, ref_logp, "k2")
+        return slope - slope.detach() + value.detach()
+    d = logp - ref_logp
+    if kind in ("k1", "kl"):
+        return d
+    if kind == "abs":
+        return d.abs()
+    if kind in ("k2", "mse"):
+        return 0.5 * d.square()
+    d = d.clamp(-20, 20)
+    return ((-d).exp() - 1 + d).clamp(-10, 10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Around the loop
+
+def build_engine(args, path, tokenizer, generation_config, device, world):
+    """The rollout engine of --engine, with room for the longest sample."""
+    common = dict(dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32, device=device, max_num_seqs=args.max_num_seqs,
+                  eos_ids=eos_token_ids(tokenizer, generation_config), logprobs=args.rollout_logprobs)
+    if args.engine == "hf":
+        return HFEngine(path, pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id, **common)
+    try:
+        return VLLMEngine(path, max_model_len=args.max_prompt_length + args.max_response_length, sleep=args.sleep == "always", seed=args.seed,
+                          gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=args.enforce_eager,
+                          tensor_parallel_size=args.tensor_model_parallel_size, **common)
+    except ImportError as error:
+        raise ValueError(f"--engine vllm needs the package vllm ({error}); install requirements.txt or take --engine hf") from error
+    except (ValueError, RuntimeError) as error:
+        if "memory" not in str(error):
+            raise
+        raise ValueError(f"vLLM does not fit into --gpu_memory_utilization {args.gpu_memory_utilization} of the GPU: raise it, free the GPU, or lower "
+                         f"--max_response_length, or raise --tensor_model_parallel_size ({str(error).splitlines()[0]})") from error
+
+
+def must_sleep(args, config, parameters, world):
+    """--sleep auto: would trainer and engine together overfill the GPU? Rough upper estimate of the trainer's bytes."""
+    state = parameters * (16 / world + 2)                                          # fp32 weight, gradient, two moments; gathered bf16
+    tokens, hidden = args.max_tokens_per_micro_batch, config.hidden_size
+    layer = 2 * hidden if args.gradient_checkpointing else 34 * hidden + 6 * getattr(config, "intermediate_size", 4 * hidden)
+    activations = tokens * layer * config.num_hidden_layers + min(tokens, HEAD_CHUNK) * config.vocab_size * 14
+    total = torch.cuda.get_device_properties(0).total_memory
+    return (state + activations) / total + args.gpu_memory_utilization > 0.92
+
+
+def score(scorer, tokenizer, samples, prompts):
+    """Decode and score: the only place where token ids become text. prompts: the row of each sample -> texts, Scores."""
+    texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
+    return texts, scorer.score([{"data_source": p["data_source"], "solution_str": t, "ground_truth": p["ground_truth"], "extra_info": p["extra_info"]}
+                                for t, p in zip(texts, prompts)])
+
+
+def validate(engine, scorer, tokenizer, prompts, args, rank, world):
+    """Accuracy over all validation prompts -> {val/<data_source>/acc, .../pass@k}; pass@k is the unbiased estimate (2107.03374)."""
+    if not prompts:
+        return {}
+    mine = [p for p in prompts[rank::world] for _ in range(args.val_n)]
+    seeds = request_seeds(args.seed, 2**31, len(prompts) * args.val_n)[:len(mine)]
+    sampling = Sampling(temperature=args.val_temperature, max_tokens=args.max_response_length)
+    samples = engine.generate([p["prompt_ids"] for p in mine], sampling, seeds)
+    _, scores = score(scorer, tokenizer, samples, mine)
+    results = [None] * world  # (data source, scores of one prompt)
+    dist.all_gather_object(results, [(mine[i]["data_source"], [0.0 if math.isnan(s.score) else s.score for s in scores[i:i + args.val_n]])
+                                     for i in range(0, len(mine), args.val_n)])
+    by_source = defaultdict(list)
+    for source, values in itertools.chain(*results):
+        by_source[source].append(values)
+    metrics = {}
+    for source, groups in by_source.items():
+        metrics[f"val/{source}/acc"] = float(np.mean(groups))
+        k = 2
+        while k <= args.val_n:
+            metrics[f"val/{source}/pass@{k}"] = float(np.mean([1 - math.comb(args.val_n - c, k) / math.comb(args.val_n, k)
+                                                               for c in (sum(v >= 1 for v in g) for g in groups)]))
+            k *= 2
+    return metrics
+
+
+def make_logger(args, run_dir, start_step):
+    """log(step, metrics) to what --logger names. After a resume, rows of metrics.jsonl beyond start_step are dropped."""
+    loggers, path = args.logger.split(","), run_dir / "metrics.jsonl"
+    if "jsonl" in loggers:
+        rows = path.read_text().splitlines() if path.exists() and start_step else []
+        path.write_text("".join(r + "\n" for r in rows if json.loads(r)["step"] <= start_step))
+    if "tensorboard" in loggers:
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
+    if "wandb" in loggers:
+        import wandb
+        wandb.init(project=args.project_name, name=args.experiment_name, id=re.sub(r"\W", "-", f"{args.project_name}-{args.experiment_name}"),
+                   dir=run_dir, resume="allow" if start_step else None, config=dataclasses.asdict(args))
+
+    def log(step, metrics):
+        if "console" in loggers:
+            tqdm.write(f"step:{step} - " + " - ".join(f"{k}:{v:.3e}" if v and abs(v) < 1e-3 else f"{k}:{v:.3f}" for k, v in metrics.items()))
+            sys.stdout.flush()
+        if "jsonl" in loggers:
+            with path.open("a") as f:
+                f.write(json.dumps({"step": step, **metrics}) + "\n")
+        if "tensorboard" in loggers:
+            for key, value in metrics.items():
+                writer.add_scalar(key, value, step)
+            writer.flush()
+        if "wandb" in loggers:
+            wandb.log(metrics, step=step)
+    return log
+
+
+@contextlib.contextmanager
+def timer(timing, name):
+    """Add the seconds of a block to timing["timing/<name>"], GPU work included."""
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    timing[f"timing/{name}"] += time.perf_counter() - start
+
+
+def resolve_model(path):
+    """Local directory of a model (hub names are passed on; USE_MODELSCOPE=1 downloads from ModelScope); checked before anything starts."""
+    if os.environ.get("USE_MODELSCOPE") == "1" and not os.path.isdir(path):
+        from modelscope import snapshot_download
+        path = snapshot_download(path)
+    try:
+        return path, AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model_path {path}: no model there that transformers can load; give a local directory or a hub name "
+                         f"({str(error).strip().splitlines()[0]})") from None
+
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "4090": 165e12, "B200": 2250e12}  # dense bf16
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def setup(args):
+    """All that can fail on bad input, before anything expensive: processes, options, model directory, data, reward function."""
+    rank, world, device = init_distributed()
+    args.dtype = {"auto": "bf16" if device.type == "cuda" else "fp32"}.get(args.dtype, args.dtype)
+    args.compile = {"auto": "true" if device.type == "cuda" else "false"}.get(args.compile, args.compile)
+    check(args, world)
+    path, config, tokenizer = resolve_model(args.model_path)
+    if (longest := getattr(config, "max_position_embeddings", None)) and args.max_prompt_length + args.max_response_length > longest:
+        raise ValueError(f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} is beyond the {longest} "
+                         f"positions of {args.model_path}; lower one of them")
+    read = lambda files, rows: load_prompts(files.split(","), tokenizer, args.max_prompt_length, prompt_key=args.prompt_key,
+                                            truncation=args.truncation, min_rows=rows) if files else []
+    with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(open(os.devnull, "w")):
+        train, val = read(args.train_files, args.train_batch_size), read(args.val_files, 1)
+    cores = (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])
+    scorer = Scorer(args.reward_fn, workers=args.reward_workers or max(1, min(8, cores - 1)), timeout=args.reward_timeout)
+    run_dir = Path(args.default_local_dir) / args.project_name / args.experiment_name
+    resume_from = find_checkpoint(run_dir, args.resume_mode)
+    return rank, world, device, path, config, tokenizer, train, val, scorer, run_dir, resume_from
+
+
+def main():
+    args = parse_args(Args)
+    try:
+        rank, world, device, path, config, tokenizer, train, val, scorer, run_dir, resume_from = setup(args)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"grpo.py: {error}" if int(os.environ.get("RANK", 0)) == 0 else 2)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Engine, model, optimizer, resume
+    run_dir.mkdir(parents=True, exist_ok=True)
+    generation_config = None
+    with contextlib.suppress(OSError):
+        from transformers import GenerationConfig
+        generation_config = GenerationConfig.from_pretrained(path)
+    if args.sleep == "auto":
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        args.sleep = "always" if device.type == "cuda" and must_sleep(args, config, parameters, world) else "never"
+    with warnings.catch_warnings():
+        engine = build_engine(args, path, tokenizer, generation_config, device, world)
+    engine.sleep()
+    model = load_model(path, args, device)
+    ref = load_model(path, args, device, train=False) if args.use_kl_loss else None
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, betas=(0.9, 0.999), fused=device.type == "cuda" and not args.offload_policy)
+    start_step = load_checkpoint(resume_from, {"actor": (model, optimizer)})["step"] if resume_from else 0
+    steps_per_epoch = len(train) // args.train_batch_size
+    total_steps = args.total_training_steps or args.total_epochs * steps_per_epoch
+    sampling = Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_response_length, ignore_eos=args.ignore_eos)
+    if rank == 0:
+        (run_dir / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
+        log = make_logger(args, run_dir, start_step)
+    print0(f"{type(model).__name__} of {parameters / 1e6:.1f}M parameters on {world} x {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, {args.dtype} compute, fp32 masters; "
+           f"engine {args.engine}, sleep {args.sleep}; sampling {sampling}; {total_steps} steps, {steps_per_epoch} an epoch"
+           + (f"; resumed from {resume_from}" if resume_from else ""))
+
+    def sync():
+        move(model, optimizer, args, device)
+        engine.update_weights(model)
+        move(model, optimizer, args, "cpu")
+
+    sync()
+    if args.val_before_train and start_step == 0 and val:
+        metrics = validate(engine, scorer, tokenizer, val, args, rank, world)
+        if rank == 0:
+            log(0, metrics)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Training. This rank answers `per_rank` prompts of each batch, n times each.
+    per_rank, mini_rows = args.train_batch_size // world, args.ppo_mini_batch_size // world * args.n
+    one_update = mini_rows == per_rank * args.n and args.ppo_epochs == 1
+    for step in tqdm(range(start_step + 1, total_steps + 1), initial=start_step, total=total_steps, desc="steps", disable=rank != 0, file=sys.stderr):
+        timing, started = defaultdict(float), time.perf_counter()
+
+        # 1. Prompts -> n responses each. Rows of one prompt stand together and on one rank.
+        mine = batch_rows(len(train), args.train_batch_size, args.seed, step - 1)[rank * per_rank:(rank + 1) * per_rank]
+        prompts = [train[i] for i in mine for _ in range(args.n)]
+        seeds = request_seeds(args.seed, step, args.train_batch_size * args.n)[rank * len(prompts):(rank + 1) * len(prompts)]
+        with timer(timing, "gen"):
+            samples = engine.generate([p["prompt_ids"] for p in prompts], sampling, seeds)
+            engine.sleep()
+
+        # 2. Rewards, one a response. A reward that could not be had is NaN: that response is left out of everything.
+        with timer(timing, "reward"):
+            texts, scores = score(scorer, tokenizer, samples, prompts)
+            rewards = torch.tensor([s.score for s in scores], dtype=torch.float64)                              # (N,)
+
+        # 3. Advantages, one a response.
+        with timer(timing, "adv"):
+            group = torch.arange(per_rank).repeat_interleave(args.n)                                            # (N,)
+            advantages = group_advantages(rewards, group, args.norm_adv_by_std_in_grpo).float()                 # (N,)
+            response_lengths = torch.tensor([len(s.response_ids) for s in samples])                            # (N,)
+            trained = torch.where(rewards.isnan(), 0, response_lengths)                                        # (N,) tokens with a loss
+            offsets = [0, *response_lengths.cumsum(0).tolist()]                                                 # sample i: flat[offsets[i]:offsets[i + 1]]
+            flat_advantages = advantages.repeat_interleave(response_lengths).to(device)                         # (R,)
+
+        # 4. Log-probs before the update. With one update a batch they are those of the update's own forward.
+        move(model, optimizer, args, device)
+        with timer(timing, "old_log_prob"):
+            old_logp = torch.zeros(offsets[-1], device=device) if one_update else batch_logprobs(model, samples, offsets, args, device)  # (R,)
+        if ref is not None:
+            with timer(timing, "ref"):
+                ref_logp = batch_logprobs(ref, samples, offsets, args, device)                                  # (R,)
+
+        # 5. Update: per mini-batch one optimizer step, accumulated over micro-batches of a token budget.
+        with timer(timing, "update_actor"):
+            totals, updates, skipped = defaultdict(float), 0, 0
+            for group_of_lr in optimizer.param_groups:
+                group_of_lr["lr"] = args.lr * min(1.0, step / max(1, args.warmup_steps))
+            for _ in range(args.ppo_epochs):
+                for start in range(0, len(samples), mini_rows):
+                    mini = range(start, start + mini_rows)
+                    lengths = trained[start:start + mini_rows]
+                    tokens, rows = all_sum(int(lengths.sum()), int((lengths > 0).sum()))
+                    if tokens == 0:
+                        skipped += 1
+                        continue
+                    weights = torch.zeros(len(samples))
+                    weights[start:start + mini_rows] = loss_weights(lengths, args.loss_agg_mode, tokens, rows, args.max_response_length) * (lengths > 0)
+                    for micro in micro_batches(samples, mini, args.max_tokens_per_micro_batch):
+                        chosen = micro or [start]  # a rank with nothing left runs along at weight zero
+                        inputs, labels = pack([samples[i] for i in chosen], device)
+                        flat = flat_rows(offsets, chosen).to(device)
+                        weight = (weights * bool(micro))[chosen].repeat_interleave(response_lengths[chosen]).to(device)   # (R,)
+                        logp, entropy = model.token_logprobs(inputs, labels, args.temperature, args.entropy_coeff != 0)
+                        if one_update and micro:
+                            old_logp[flat] = logp.detach()
+                        token_loss, metrics = policy_loss(logp, logp.detach() if one_update else old_logp[flat], flat_advantages[flat],
+                                                          args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c)
+                        metrics |= {"pg_loss": token_loss, "entropy": entropy}
+                        token_loss = token_loss - args.entropy_coeff * entropy
+                        if ref is not None:
+                            metrics["kl_loss"] = kl_penalty(logp, ref_logp[flat], args.kl_loss_type)
+                            token_loss = token_loss + args.kl_loss_coef * metrics["kl_loss"]
+                        loss = torch.where(weight > 0, token_loss * weight, 0.0).sum()
+                        (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
+                        for key, value in metrics.items():
+                            totals[key] += torch.where(weight > 0, value.detach() * weight, 0.0).sum()
+                    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                    grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+                    if torch.isfinite(grad_norm):
+                        optimizer.step()
+                        totals["grad_norm"] += grad_norm / world  # the same on every rank; summed over ranks below
+                        updates += 1
+                    else:
+                        print0(f"warning: step {step}: gradient norm {grad_norm.item()}; update skipped")
+                        skipped += 1
+                    optimizer.zero_grad(set_to_none=True)
+
+        # 6. Weights to the engine, validation, checkpoint.
+        with timer(timing, "sync"):
+            if device.type == "cuda" and args.sleep == "always":
+                torch.cuda.empty_cache()
+            sync()
+        val_metrics = {}
+        if args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps):
+            with timer(timing, "testing"):
+                val_metrics = validate(engine, scorer, tokenizer, val, args, rank, world)
+        if args.save_freq > 0 and (step % args.save_freq == 0 or step == total_steps):
+            with timer(timing, "save_checkpoint"):
+                move(model, optimizer, args, device)
+                save_checkpoint(run_dir, step, {"actor": (model, optimizer)}, {"step": step, "epoch": (step - 1) // steps_per_epoch}, tokenizer, args.max_ckpt_to_keep)
+                move(model, optimizer, args, "cpu")
+        timing["timing/step"] = time.perf_counter() - started
+
+        # 7. Metrics, over all ranks.
+        everyone = [None] * world
+        engine_logp = [(i, s.logp) for i, s in enumerate(samples) if s.logp is not None]
+        diff = torch.cat([(old_logp[offsets[i]:offsets[i + 1]].exp().cpu() - torch.tensor(logp).exp()).abs() for i, logp in engine_logp] or [torch.zeros(0)])
+        dist.all_gather_object(everyone, {
+            "rewards": rewards.tolist(), "advantages": advantages.tolist(), "response_length": response_lengths.tolist(), "scores": scores,
+            "prompt_length": [len(p["prompt_ids"]) for p in prompts], "stop": [s.finish_reason == "stop" for s in samples], "diff": diff.tolist(),
+            "totals": {k: float(v) for k, v in totals.items()}})
+        if rank == 0:
+            gather = lambda key: np.array([v for r in everyone for v in r[key]], dtype=np.float64)
+            rewards_all, length, prompt_length, diff = gather("rewards"), gather("response_length"), gather("prompt_length"), gather("diff")
+            num_tokens = float(length.sum() + prompt_length.sum())
+            metrics = {"training/global_step": step, "training/epoch": (step - 1) // steps_per_epoch}
+            for key, values in (("critic/score", rewards_all[~np.isnan(rewards_all)]), ("critic/advantages", gather("advantages")), ("response_length", length), ("prompt_length", prompt_length)):
+                metrics |= {f"{key}/{f}": float(getattr(np, f)(values)) if len(values) else 0.0 for f in ("mean", "max", "min")}
+            metrics |= {f"critic/rewards/{f}": metrics[f"critic/score/{f}"] for f in ("mean", "max", "min")}
+            by_prompt = rewards_all.reshape(-1, args.n)
+            metrics["critic/constant_groups_frac"] = float(np.mean(np.nanmax(np.nan_to_num(by_prompt), 1) == np.nanmin(np.nan_to_num(by_prompt), 1)))
+            metrics |= {f"actor/{k}": sum(r["totals"].get(k, 0.0) for r in everyone) / max(1, updates) for k in everyone[0]["totals"]}
+            metrics |= {"actor/lr": optimizer.param_groups[0]["lr"], "actor/skipped_updates": skipped}
+            metrics["response_length/clip_ratio"] = float((length == args.max_response_length).mean())
+            metrics["rollout/stop_frac"] = float(gather("stop").mean())
+            if len(diff):
+                metrics |= {"rollout/probs_diff_mean": float(diff.mean()), "rollout/probs_diff_max": float(diff.max())}
+            metrics |= summarize([s for r in everyone for s in r["scores"]]) | val_metrics | dict(timing)
+            metrics |= {"perf/total_num_tokens": num_tokens, "perf/throughput": num_tokens / timing["timing/step"] / world}
+            if device.type == "cuda":
+                metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+                if peak := next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name()), None):
+                    metrics["perf/mfu"] = 6 * parameters * num_tokens * args.ppo_epochs / timing["timing/update_actor"] / world / peak
+            log(step, metrics)
+            if args.dump_rollouts:
+                (run_dir / "rollouts").mkdir(exist_ok=True)
+                with (run_dir / "rollouts" / f"step_{step}.jsonl").open("w") as f:
+                    for i in range(min(args.dump_rollouts, len(samples))):
+                        f.write(json.dumps({"prompt": tokenizer.decode(samples[i].prompt_ids), "response": texts[i], "ground_truth": prompts[i]["ground_truth"],
+                                            "score": scores[i].score, "advantage": advantages[i].item(), "finish_reason": samples[i].finish_reason,
+                                            "response_ids": samples[i].response_ids}, ensure_ascii=False, default=str) + "\n")
+
+    scorer.close()
+    engine.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"grpo.py: out of GPU memory ({str(error).split('. ')[0]}). Lower --max_tokens_per_micro_batch or --gpu_memory_utilization, "
+                 "or set --sleep always, --gradient_checkpointing true, --optimizer_offload true or --offload_policy true.")

@@ -1,0 +1,268 @@
+"""Stage 3: prompts -> responses, by an engine that lives in the trainer's process and always holds the trainer's weights.
+
+Two engines behind the same four calls, `generate`, `sleep`, `update_weights` and `shutdown`:
+
+    VLLMEngine   vLLM under torchrun (external launcher): tensor parallel inside groups of ranks, in-place weight updates
+    HFEngine     Hugging Face `generate` on a copy of the model: small, no extra package, for CPUs and debugging
+
+Token ids travel, never text. Prompts go in as ids; what was sampled comes back as ids with its length, so nothing is
+encoded twice. Sampling is explicit: temperature, top_p and top_k are what the caller says, whatever a model's
+generation_config holds; from there only the EOS ids are taken. Every response draws from a seed of its own
+(`request_seeds`), so a run repeats itself, on any number of GPUs, as far as the engine's arithmetic does.
+"""
+
+import gc
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+@dataclass
+class Sample:
+    """One response: what the engine sampled, nothing added or cut."""
+    prompt_ids: list[int]
+    response_ids: list[int]    # with the EOS that ended it
+    finish_reason: str         # "stop": it sampled an EOS | "length": it ran into max_tokens
+    logp: list[float] | None   # per response token, under the distribution that was sampled from
+
+
+@dataclass(kw_only=True)
+class Sampling:
+    """How to sample. temperature 0 is greedy; top_k -1 and top_p 1.0 are off; max_tokens counts response tokens."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 256
+    ignore_eos: bool = False   # always max_tokens long: for benchmarks
+
+
+def request_seeds(seed, step, count):
+    """(count,) ints: the seed of every response of a step. It depends on (seed, step, position) only, not on the ranks."""
+    return np.random.SeedSequence([seed, step]).generate_state(count, np.uint32).astype(np.int64).tolist()
+
+
+def eos_token_ids(tokenizer, generation_config):
+    """The ids that end a response: the tokenizer's EOS and those of generation_config (chat models have several)."""
+    ids = generation_config.eos_token_id if generation_config is not None else None
+    ids = ids if isinstance(ids, (list, tuple)) else [ids]
+    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights from the trainer
+
+def full_weights(model, dtype, device):
+    """Yield (name, whole tensor) of an FSDP2 model, one parameter at a time; a tied weight comes once.
+
+    Cast before gathering: half the bytes on the wire. All ranks must walk through it together.
+    """
+    if hasattr(model, "reshard"):
+        model.reshard()  # after a forward without gradient FSDP2 leaves the root's parameters unsharded
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach().to(device=device, dtype=dtype)
+        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def checksum(tensor):
+    """Sum of the bits read as integers: exact, indifferent to order and to rows of zero padding, additive over shards."""
+    as_int = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(as_int).sum(dtype=torch.int64))
+
+
+def watched(model):
+    """Names of the weights compared after a sync: embedding, head (a tied one by both names), last norm, last projection."""
+    names = [name for name, _ in model.named_parameters()]
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    first = next(name for name, p in model.named_parameters() if p is embedding)
+    pairs = {first: first, "lm_head.weight": first if head is embedding else "lm_head.weight"}
+    pairs |= {name: name for name in [*names[-3:], *[n for n in names if n.endswith("down_proj.weight")][-1:]]}
+    return pairs  # {name in the engine: name in the trainer}
+
+
+def send_weights(model, dtype, device, load, read):
+    """Stream the trainer's weights through load(iterator), then compare checksums with those of read(names) -> {name: (sum, numel)}."""
+    pairs, sent = watched(model), {}
+    def stream():
+        for name, weight in full_weights(model, dtype, device):
+            if name in pairs.values():
+                sent[name] = checksum(weight)
+            yield name, weight
+    load(stream())
+    for name, value in read(list(pairs)).items():
+        if value != sent[pairs[name]]:
+            raise RuntimeError(f"after a weight sync the engine's {name} differs from the trainer's {pairs[name]}: the engine "
+                               "would sample from another policy. Its weight loader doesn't fit this model.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# vLLM
+
+class VLLMEngine:
+    """vLLM inside each training process. All ranks must construct and call it together.
+
+    model_path: local directory or hub name. max_model_len: prompt + response tokens. max_num_seqs: sequences decoded at
+    once. gpu_memory_utilization: share of the whole GPU for its weights and KV cache; it must be free now, so build the
+    engine before the trainer's model. sleep: give that memory back between rollouts. tensor_parallel_size: ranks that
+    share one engine; neighbours in rank order form a group and generate each other's prompts.
+    """
+
+    def __init__(self, model_path, *, dtype, device, max_model_len, max_num_seqs, eos_ids, sleep=False, gpu_memory_utilization=0.4,
+                 tensor_parallel_size=1, logprobs=0.0, seed=0, enforce_eager=False):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        from vllm import LLM
+        rank, self.on_gpu = dist.get_rank(), device.type == "cuda"
+        options = {}
+        if self.on_gpu:  # without graphs up to the batch size, decoding is bound by kernel launches
+            options |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleep, "enforce_eager": enforce_eager,
+                        "compilation_config": {"max_cudagraph_capture_size": min(1024, max_num_seqs)}}
+        else:
+            import vllm._custom_ops as ops
+            ops._supports_onednn = False  # oneDNN keeps a packed copy of each weight that an in-place update doesn't reach
+            options |= {"kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
+        self.llm = LLM(model_path, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, seed=seed + rank // tensor_parallel_size,
+                       distributed_executor_backend="external_launcher", tensor_parallel_size=tensor_parallel_size,
+                       logprobs_mode="processed_logprobs", generation_config="vllm", enable_prefix_caching=True, disable_log_stats=True, **options)
+        self.dtype, self.device, self.eos_ids, self.sleeps, self.logprobs = dtype, device, eos_ids, sleep and self.on_gpu, logprobs
+        self.group = None
+        for start in range(0, dist.get_world_size(), tensor_parallel_size):
+            ranks = list(range(start, start + tensor_parallel_size))
+            group = dist.new_group(ranks, backend="gloo")
+            if rank in ranks and tensor_parallel_size > 1:
+                self.group = group
+
+    def generate(self, prompts, sampling, seeds):
+        """One response a prompt: list of token-id lists and their seeds -> list of Sample in the same order."""
+        from vllm import SamplingParams
+        everyone = [(prompts, seeds)]
+        if self.group is not None:  # the ranks of a TP group run the same engine steps, so all prompts of the group on each
+            everyone = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(everyone, (prompts, seeds), group=self.group)
+        all_prompts, all_seeds = [p for ps, _ in everyone for p in ps], [s for _, ss in everyone for s in ss]
+        every = round(1 / self.logprobs) if self.logprobs else 0  # log-probs of every n-th response: they cost the engine time
+        params = [SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, max_tokens=sampling.max_tokens,
+                                 seed=seed, stop_token_ids=[] if sampling.ignore_eos else self.eos_ids, ignore_eos=sampling.ignore_eos,
+                                 detokenize=False, logprobs=0 if every and i % every == 0 else None) for i, seed in enumerate(all_seeds)]
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in all_prompts], params, use_tqdm=False)
+        rank = dist.get_rank(self.group) if self.group is not None else 0
+        start = sum(len(p) for p, _ in everyone[:rank])
+        samples = []
+        for output in outputs[start:start + len(prompts)]:
+            out = output.outputs[0]
+            ids = list(out.token_ids)
+            logp = [step[i].logprob for step, i in zip(out.logprobs, ids)] if out.logprobs else None
+            samples.append(Sample(list(output.prompt_token_ids), ids, out.finish_reason, logp))
+        return samples
+
+    def sleep(self):
+        """Give the memory of weights and KV cache back to the trainer; the next update_weights wakes the engine."""
+        if self.sleeps:
+            self.llm.sleep(level=2)  # level 2 drops the weights too: the next sync brings new ones anyway
+
+    def update_weights(self, model):
+        """Put the trainer's weights in place (no copy on disk), forget the prefix cache, compare checksums."""
+        if self.sleeps:
+            self.llm.wake_up(tags=["weights"])  # first the weights: vLLM restores buffers on the first wake_up
+        send_weights(model, self.dtype, self.device, lambda stream: self.llm.apply_model(lambda m: len(m.load_weights(stream))), self.read)
+        if self.sleeps:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
+
+    def read(self, names):
+        held = self.llm.apply_model(lambda m: {n: p for n, p in m.named_parameters(remove_duplicate=False) if n in names})[0]
+        sums = {name: checksum(held[name]) for name in names if name in held}
+        if self.group is not None:  # vLLM splits all of these over the group but the norms, which are 1-D
+            whole = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(whole, sums, group=self.group)
+            sums = {name: sums[name] if held[name].dim() == 1 else sum(part[name] for part in whole) for name in sums}
+        return sums
+
+    def shutdown(self):
+        """Last call of a run: it takes the process group down with it."""
+        dist.barrier()
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hugging Face
+
+class HFEngine:
+    """`generate` of transformers on a copy of the model, with the token choice made here: explicit and seeded per response.
+
+    max_num_seqs: sequences in one batch. Other arguments as in VLLMEngine.
+    """
+
+    def __init__(self, model_path, *, dtype, device, max_num_seqs, eos_ids, pad_id, logprobs=0.0):
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+        self.model.generation_config = GenerationConfig()  # nothing of the model's own sampling settings may leak in
+        self.dtype, self.device, self.max_num_seqs, self.eos_ids, self.pad_id, self.logprobs = dtype, device, max_num_seqs, eos_ids, pad_id, logprobs
+
+    @torch.no_grad()
+    def generate(self, prompts, sampling, seeds):
+        """One response a prompt: list of token-id lists and their seeds -> list of Sample in the same order."""
+        samples = []
+        for start in range(0, len(prompts), self.max_num_seqs):
+            samples += self.generate_batch(prompts[start:start + self.max_num_seqs], sampling, seeds[start:start + self.max_num_seqs])
+        return samples
+
+    def generate_batch(self, prompts, sampling, seeds):
+        from transformers import GenerationConfig, LogitsProcessorList
+        width = max(len(p) for p in prompts)
+        ids = torch.tensor([[self.pad_id] * (width - len(p)) + p for p in prompts], device=self.device)               # (N, width) left-padded
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        uniform = torch.tensor(np.stack([np.random.default_rng(s).random(sampling.max_tokens) for s in seeds]), device=self.device)  # (N, max_tokens)
+        logps = []
+
+        def choose(ids, logits):  # a logits processor that leaves one token possible: the sampled one
+            logp = filtered_logp(logits.float(), sampling)                                                              # (N, V)
+            if sampling.temperature == 0:
+                choice = logits.argmax(-1, keepdim=True)
+            else:  # inverse of the cumulative distribution at this response's own uniform number
+                cdf = logp.double().exp().cumsum(-1)
+                u = uniform[:, ids.shape[1] - width, None] * cdf[:, -1:]
+                choice = torch.searchsorted(cdf, u, right=True).clamp(max=logits.shape[1] - 1)
+            logps.append(logp.gather(1, choice)[:, 0])
+            return torch.full_like(logits, -torch.inf).scatter_(1, choice, 0.0)
+
+        config = GenerationConfig(max_new_tokens=sampling.max_tokens, do_sample=False, pad_token_id=self.pad_id,
+                                  eos_token_id=None if sampling.ignore_eos else self.eos_ids)
+        out = self.model.generate(ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([choose]))
+        responses, logps = out[:, width:].tolist(), torch.stack(logps, 1).tolist()
+        samples = []
+        for prompt, response, logp in zip(prompts, responses, logps):
+            end = next((t for t, i in enumerate(response) if i in self.eos_ids), None) if not sampling.ignore_eos else None
+            length = len(response) if end is None else end + 1
+            samples.append(Sample(prompt, response[:length], "length" if end is None else "stop", logp[:length] if self.logprobs else None))
+        return samples
+
+    def sleep(self):
+        """Nothing to give back: the copy is small or the machine has no GPU."""
+
+    def update_weights(self, model):
+        """Copy the trainer's weights in place and compare checksums."""
+        held = dict(self.model.named_parameters(remove_duplicate=False))
+        def load(stream):
+            for name, weight in stream:
+                held[name].data.copy_(weight)
+        send_weights(model, self.dtype, self.device, load, lambda names: {n: checksum(held[n]) for n in names})
+
+    def shutdown(self):
+        gc.collect()
+
+
+def filtered_logp(logits, sampling):
+    """Log-probabilities of the distribution that is sampled from: temperature, then top_k, then top_p.  (N, V) -> (N, V)"""
+    logits = logits / (sampling.temperature or 1.0)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k, -1).values[:, -1:], -torch.inf)
+    if sampling.top_p < 1.0:
+        values, order = logits.softmax(-1).sort(-1, descending=True)
+        drop = values.cumsum(-1) - values >= sampling.top_p      # the token that crosses top_p stays
+        logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+    return logits.log_softmax(-1)
