@@ -53,9 +53,11 @@ def save_checkpoint(run_dir, step, models, state, tokenizer, max_to_keep=None):
         weights, moments = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp / name)
         if rank == 0:
-            for part in (model.config, model.generation_config, tokenizer):
-                if part is not None:
-                    part.save_pretrained(tmp / name / "huggingface")
+            hf = tmp / name / "huggingface"
+            model.config.save_pretrained(hf)
+            tokenizer.save_pretrained(hf)
+            if getattr(model, "generation_config", None) is not None:  # as text: its own save refuses what some models ship
+                (hf / "generation_config.json").write_text(model.generation_config.to_json_string())
     rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
     torch.save(rng, tmp / "rng" / f"rank_{rank}.pt")
     dist.barrier()
@@ -133,8 +135,8 @@ def merge(local_dir, target_dir, dtype="bf16"):
 
     local_dir: .../global_step_N/actor. dtype: bf16, fp16 or fp32 of the written weights. One process, no GPU, any world size.
     """
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
     import transformers
+    from transformers import AutoConfig, AutoTokenizer
     local_dir, hf = Path(local_dir), Path(local_dir) / "huggingface"
     if not (local_dir / ".metadata").is_file() or not hf.is_dir():
         raise FileNotFoundError(f"--local_dir {local_dir} holds no checkpoint; give a .../global_step_N/actor folder")
@@ -146,10 +148,10 @@ def merge(local_dir, target_dir, dtype="bf16"):
     dcp.load({"model": weights}, checkpoint_id=local_dir)
     model.load_state_dict(weights)
     model.to(DTYPES[dtype])
-    if (hf / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(hf)
     model.save_pretrained(target_dir)  # writes a tied weight once, and the dtype into config.json
     AutoTokenizer.from_pretrained(hf).save_pretrained(target_dir)
+    if (hf / "generation_config.json").exists():
+        shutil.copy(hf / "generation_config.json", target_dir)
     print(f"merged {local_dir} -> {target_dir} ({dtype})")
 
 

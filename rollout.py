@@ -124,7 +124,8 @@ class VLLMEngine:
         else:
             import vllm._custom_ops as ops
             ops._supports_onednn = False  # oneDNN keeps a packed copy of each weight that an in-place update doesn't reach
-            options |= {"kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
+            options |= {"kv_cache_memory_bytes": 1 << 30, "enforce_eager": True, "max_num_batched_tokens": max(8192, max_model_len),
+                        "enable_chunked_prefill": False}  # a seeded request can't be split there: "CPU Generator does not use offset"
         self.llm = LLM(model_path, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, seed=seed + rank // tensor_parallel_size,
                        distributed_executor_backend="external_launcher", tensor_parallel_size=tensor_parallel_size,
                        logprobs_mode="processed_logprobs", generation_config="vllm", enable_prefix_caching=True, disable_log_stats=True, **options)
