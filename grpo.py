@@ -466,7 +466,7 @@ def must_sleep(args, config, parameters, world):
 
 def score(scorer, tokenizer, samples, prompts):
     """Decode and score: the only place where token ids become text. prompts: the row of each sample -> texts, Scores."""
-    texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
+    texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return texts, scorer.score([{"data_source": p["data_source"], "solution_str": t, "ground_truth": p["ground_truth"], "extra_info": p["extra_info"]}
                                 for t, p in zip(texts, prompts)])
 
@@ -476,7 +476,7 @@ def validate(engine, scorer, tokenizer, prompts, args, rank, world):
     if not prompts:
         return {}
     mine = [p for p in prompts[rank::world] for _ in range(args.val_n)]
-    seeds = request_seeds(args.seed, 2**31, len(prompts) * args.val_n)[:len(mine)]
+    seeds = np.reshape(request_seeds(args.seed, 2**31, len(prompts) * args.val_n), (-1, args.val_n))[rank::world].ravel().tolist()
     sampling = Sampling(temperature=args.val_temperature, max_tokens=args.max_response_length)
     samples = engine.generate([p["prompt_ids"] for p in mine], sampling, seeds)
     _, scores = score(scorer, tokenizer, samples, mine)
@@ -616,6 +616,8 @@ def main():
         engine.update_weights(model)
         move(model, optimizer, args, "cpu")
 
+    if start_step >= total_steps:
+        print0(f"nothing to do: {resume_from} has all {total_steps} steps; raise --total_training_steps, or take another --experiment_name")
     sync()
     if args.val_before_train and start_step == 0 and val:
         metrics = validate(engine, scorer, tokenizer, val, args, rank, world)

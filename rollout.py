@@ -149,7 +149,7 @@ class VLLMEngine:
         params = [SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, max_tokens=sampling.max_tokens,
                                  seed=seed, stop_token_ids=[] if sampling.ignore_eos else self.eos_ids, ignore_eos=sampling.ignore_eos,
                                  detokenize=False, logprobs=0 if every and i % every == 0 else None) for i, seed in enumerate(all_seeds)]
-        outputs = self.llm.generate([{"prompt_token_ids": p} for p in all_prompts], params, use_tqdm=False)
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in all_prompts], params, use_tqdm=False) if params else []
         rank = dist.get_rank(self.group) if self.group is not None else 0
         start = sum(len(p) for p, _ in everyone[:rank])
         samples = []
