@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -51,9 +52,16 @@ def save_checkpoint(run_dir, step, models, state, tokenizer, max_to_keep=None):
     dist.barrier()
     for name, (model, optimizer) in models.items():
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp / name)
+        try:
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp / name)
+        except CheckpointException as error:  # a BaseException, with a traceback a rank; after a failed write a message of zip offsets
+            if rank == 0:
+                shutil.rmtree(tmp, ignore_errors=True)  # else the disk stays full
+            reason = next(iter(error.failures.values()))[0]
+            raise OSError(f"can't write {tmp / name}, is the disk full? ({reason})") from error
         if rank == 0:
             hf = tmp / name / "huggingface"
+            model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the class that was trained, for merge
             model.config.save_pretrained(hf)
             tokenizer.save_pretrained(hf)
             if getattr(model, "generation_config", None) is not None:  # as text: its own save refuses what some models ship
@@ -75,7 +83,7 @@ def save_checkpoint(run_dir, step, models, state, tokenizer, max_to_keep=None):
         os.replace(latest.with_suffix(".tmp"), latest)
         fsync(run_dir)
         if max_to_keep:
-            for _, old in list_checkpoints(run_dir)[:-max_to_keep]:
+            for _, old in [c for c in list_checkpoints(run_dir) if c[0] <= step][:-max_to_keep]:  # later ones: of a run before this one
                 shutil.rmtree(old)
     dist.barrier()
 
@@ -90,7 +98,10 @@ def why_incomplete(path):
     """None for a whole checkpoint, else the reason in a few words."""
     if not (Path(path) / "state.json").is_file():
         return "state.json is missing"
-    files = json.loads((Path(path) / "state.json").read_text())["files"]
+    try:
+        files = json.loads((Path(path) / "state.json").read_text())["files"]
+    except (json.JSONDecodeError, KeyError):
+        return "state.json is torn"
     bad = [f for f, size in files.items() if not (Path(path) / f).is_file() or (Path(path) / f).stat().st_size != size]
     return f"{bad[0]} is missing or has another size" if bad else None
 

@@ -45,8 +45,7 @@ def read_rows(path):
     try:
         if path.endswith(".jsonl"):
             with open(path, encoding="utf-8") as file:
-                for line in file:
-                    rows.append(json.loads(line))
+                rows.extend(json.loads(line) for line in file if line.strip())
         elif path.endswith(".csv"):
             with open(path, encoding="utf-8", newline="") as file:
                 rows.extend(csv.DictReader(file))  # values stay text: "007" is not 7
@@ -61,7 +60,7 @@ def read_rows(path):
 
 def read_source(source, config=None):
     """{"train": rows, "test": rows} of a source, or the one of the two that it has; a single file is "train"."""
-    if source.endswith(FILE_TYPES):
+    if source.endswith(FILE_TYPES) or os.path.isfile(source):
         splits = {"train": read_rows(source)}
     elif os.path.isdir(source):
         paths = [(split, os.path.join(source, split + kind)) for split in ("train", "test") for kind in FILE_TYPES]
@@ -94,12 +93,14 @@ def hash_answer(text):
 def last_boxed(text):
     r"""The content of the last \boxed{...}, whose braces may nest, "" if there is none."""
     *before, rest = re.split(r"\\boxed|\\fbox", text)
-    if before and not rest.startswith("{"):
+    if not before:
+        return ""
+    if not rest.startswith("{"):
         return rest.split("$")[0].strip()  # a few MATH solutions end in "\boxed 5$"
     depth = 0
-    for brace in re.finditer(r"\\.|[{}]", rest if before else ""):  # "\\." steps over an escaped brace
+    for brace in re.finditer(r"\\.|[{}]", rest):  # the first alternative steps over an escaped brace
         depth += (brace[0] == "{") - (brace[0] == "}")
-        if depth == 0 and brace[0] == "}":
+        if depth == 0:
             return rest[1 : brace.start()]
     return ""
 
@@ -189,7 +190,7 @@ def load_prompts(files, tokenizer, max_prompt_length, *, prompt_key="prompt", tr
     keeps the tail, "right" the head, "middle" both ends. min_rows is the training batch size: an epoch of fewer prompts has
     no step. Whatever training could not use is a ValueError that names the file and the rows, counted from 0.
     """
-    files = [files] if isinstance(files, (str, os.PathLike)) else files
+    files = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if truncation not in ("filter", "error", "left", "right", "middle"):
         raise ValueError(f"truncation is {truncation!r}: use filter, error, left, right or middle")
     if not tokenizer.chat_template:
@@ -239,10 +240,11 @@ def read_checked(path, prompt_key):
         raise ValueError(f"{path} lacks the columns {missing}, it has {list(rows[0])}: convert it with "
                          f"`python prepare_data.py custom --source {path} --prompt_field ... --answer_field ...`")
     rules = [row.get("reward_model") for row in rows]
+    truths = [rule.get("ground_truth") if isinstance(rule, dict) else None for rule in rules]
     faults = {
         f"a prompt without text in '{prompt_key}'": [not has_text(row.get(prompt_key)) for row in rows],
         # An empty truth would equal an answer that could not be read, and reward it.
-        "no ground truth in 'reward_model'": [not isinstance(rule, dict) or rule.get("ground_truth") in (None, "", []) for rule in rules],
+        "no ground truth in 'reward_model'": [truth in (None, "", []) for truth in truths],
         "no name in 'data_source'": [not row.get("data_source") for row in rows],
     }
     for fault, bad in faults.items():
@@ -346,8 +348,10 @@ def demo(args):
     write_splits({split: convert([sums[i] for i in rows], split, args) for split, rows in chosen.items()}, args.local_dir)
 
     tokenizer = demo_tokenizer()
-    batches = {split: demo_batch(load_prompts(f"{args.local_dir}/{split}.parquet", tokenizer, 64), tokenizer) for split in chosen}
+    prompts = {split: load_prompts(f"{args.local_dir}/{split}.parquet", tokenizer, 64) for split in chosen}
+    batches = {split: demo_batch(prompts[split], tokenizer) for split in chosen}
     ids, labels = batches["train"]
+    torch.set_num_threads(1)  # on cores that others use too, the threads of operations this small wait for each other
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=344, num_hidden_layers=3, num_attention_heads=4,

@@ -84,7 +84,7 @@ def watched(model):
 
 
 def send_weights(model, dtype, device, load, read):
-    """Stream the trainer's weights through load(iterator), then compare checksums with those of read(names) -> {name: (sum, numel)}."""
+    """Stream the trainer's weights through load(iterator), then compare checksums with those of read(names) -> {name: checksum}."""
     pairs, sent = watched(model), {}
     def stream():
         for name, weight in full_weights(model, dtype, device):
@@ -92,9 +92,12 @@ def send_weights(model, dtype, device, load, read):
                 sent[name] = checksum(weight)
             yield name, weight
     load(stream())
-    for name, value in read(list(pairs)).items():
-        if value != sent[pairs[name]]:
-            raise RuntimeError(f"after a weight sync the engine's {name} differs from the trainer's {pairs[name]}: the engine "
+    held = read(list(pairs))
+    for name, source in pairs.items():
+        if name not in held and name != source:
+            continue  # an engine may hold a tied head by the embedding's name only
+        if name not in held or held[name] != sent.get(source):
+            raise RuntimeError(f"after a weight sync the engine's {name} differs from the trainer's {source}: the engine "
                                "would sample from another policy. Its weight loader doesn't fit this model.")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import string
 import subprocess
 import sys
 
@@ -19,16 +20,6 @@ BOS, USER, ASSISTANT, EOS = 1, 5, 6, 2
 @pytest.fixture(scope="session")
 def tokenizer():
     return prepare_data.demo_tokenizer()
-
-
-@pytest.fixture(scope="session")
-def demo_dir(tmp_path_factory):
-    """The demo as a user makes it, once for all tests."""
-    folder = tmp_path_factory.mktemp("demo")
-    script = os.path.join(os.path.dirname(prepare_data.__file__), "prepare_data.py")
-    done = subprocess.run([sys.executable, script, "demo", "--local_dir", str(folder)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder
 
 
 def row(content="2+2?", truth="4", **changes):
@@ -74,7 +65,8 @@ def test_gsm8k_has_verls_columns_and_types(tmp_path, tokenizer, capsys):
     ])
     assert written.to_pylist()[1] == {
         "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": "How many eggs? Let's think step by step and output the final answer after \"####\"."}],
+        "prompt": [{"role": "user", "content": "How many eggs? Let's think step by step and output the final answer after "
+                                               '"####".'}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "12"},
         "extra_info": {"split": "train", "index": 1, "answer": "A dozen is 12.\n#### 12", "question": "How many eggs?"},
@@ -204,8 +196,7 @@ def test_prompt_ids_by_hand_and_bos_once(tmp_path, tokenizer, capsys):
     doubling.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     assert doubling.encode("2")[0] == BOS
     path = parquet(tmp_path, [row("2+2?"), row("hello", truth="5")])
-    digit_2, plus, question = (7 + "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ!\"#$%&'()*+,-./:;<=>?".index(c)
-                               for c in "2+?")  # 7 special tokens, then string.printable
+    digit_2, plus, question = (7 + string.printable.index(c) for c in "2+?")  # 7 special tokens stand before
     for some_tokenizer in (tokenizer, doubling):
         prompts = prepare_data.load_prompts(path, some_tokenizer, 512)
         assert prompts[0]["prompt_ids"] == [BOS, USER, digit_2, plus, digit_2, question, EOS, ASSISTANT]
@@ -236,7 +227,8 @@ def test_reads_files_made_by_verl(tmp_path, tokenizer):
 
 
 def test_prompt_key_and_keys_of_other_messages(tmp_path, tokenizer):
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "bot"}, {"role": "user", "content": "c"}]
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "bot"},
+            {"role": "user", "content": "c"}]
     path = parquet(tmp_path, [{**row(), "chat": chat}])
     [prompt] = prepare_data.load_prompts(path, tokenizer, 512, prompt_key="chat")
     assert prompt["prompt"] == chat  # no "name": None in the user's messages
@@ -275,7 +267,8 @@ def test_missing_columns(tmp_path, tokenizer):  # fault 15
                                  [{"role": None, "content": "a"}]])
 def test_prompt_without_text(tmp_path, tokenizer, bad):  # fault 18
     rows = [row(), *[row(prompt=bad)] * 6, row()]
-    with pytest.raises(ValueError, match=r"train.parquet: 6 rows have a prompt without text in 'prompt', first rows .1, 2, 3, 4, 5.:"):
+    fault = r"train.parquet: 6 rows have a prompt without text in 'prompt', first rows .1, 2, 3, 4, 5.:"
+    with pytest.raises(ValueError, match=fault):
         prepare_data.load_prompts(parquet(tmp_path, rows), tokenizer, 512)
 
 
@@ -376,8 +369,8 @@ def test_batches_drop_the_rest_and_resume_anywhere():  # faults 21 and 22
 # Demo
 
 
-def test_demo_rows(demo_dir, tokenizer):
-    train, test = (prepare_data.load_prompts(str(demo_dir / f"{s}.parquet"), tokenizer, 64) for s in ("train", "test"))
+def test_demo_rows(demo, tokenizer):
+    train, test = (prepare_data.load_prompts(str(demo / f"{s}.parquet"), tokenizer, 64) for s in ("train", "test"))
     assert (len(train), len(test)) == (353, 88)  # 441 sums, a fifth held out
     questions = [p["prompt"][0]["content"] for p in train + test]
     assert set(questions) == {f"what is {a}+{b}?" for a in range(21) for b in range(21)} and len(questions) == 441
@@ -386,22 +379,22 @@ def test_demo_rows(demo_dir, tokenizer):
         assert p["ground_truth"] == str(int(a) + int(b)) and p["data_source"] == "demo/arithmetic"
 
 
-def test_demo_model_reloads_and_is_warm(demo_dir):
+def test_demo_model_reloads_and_is_warm(demo):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(demo_dir / "model")
-    reloaded = AutoTokenizer.from_pretrained(demo_dir / "model")
+    model = AutoModelForCausalLM.from_pretrained(demo / "model")
+    reloaded = AutoTokenizer.from_pretrained(demo / "model")
     assert len(reloaded) == model.config.vocab_size == model.get_input_embeddings().num_embeddings
     assert model.config.tie_word_embeddings and model.config.hidden_size // model.config.num_attention_heads == 32
     assert 400_000 < model.num_parameters() < 700_000
     special = [reloaded.pad_token_id, reloaded.bos_token_id, reloaded.eos_token_id]
     assert special == [0, BOS, EOS] == [getattr(model.config, f"{name}_token_id") for name in ("pad", "bos", "eos")]
-    assert GenerationConfig.from_pretrained(demo_dir / "model").eos_token_id == EOS
+    assert GenerationConfig.from_pretrained(demo / "model").eos_token_id == EOS
     text = 'A "quoted" line,\n\twith  1.5 + 2 = {3}?'
     assert reloaded.decode(ids_of(text, reloaded)) == text
 
-    prompts = prepare_data.load_prompts(str(demo_dir / "test.parquet"), reloaded, 64)
+    prompts = prepare_data.load_prompts(str(demo / "test.parquet"), reloaded, 64)
     greedy, sampled = prepare_data.demo_accuracy(model, *prepare_data.demo_batch(prompts, reloaded))
     assert 0.30 <= greedy <= 0.48 and 0.15 <= sampled <= greedy
 
