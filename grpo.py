@@ -122,7 +122,7 @@ class Args:
 
 def parse_args(cls, argv=None):
     """Command line -> cls: one option a field; the comment beside a field is its help. Booleans take true/false."""
-    boolean = lambda s: {"true": True, "false": False, "1": True, "0": False}[s.lower()]
+    boolean = lambda s: ["false", "true", "0", "1"].index(s.lower()) % 2 == 1  # anything else is the ValueError that argparse expects
     boolean.__name__ = "true/false"
     comments = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.M))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
@@ -132,13 +132,14 @@ def parse_args(cls, argv=None):
         parser.add_argument(f"--{field.name}", default=field.default, metavar=None if literal else field.type.__name__.upper(),
                             type=boolean if field.type is bool else str if literal else field.type,
                             choices=get_args(field.type) if literal else None, help=f"{comments[field.name]} [{field.default}]".replace("%", "%%"))
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}; --help lists the options\n" if int(os.environ.get("RANK", 0)) == 0 else None)
     return cls(**vars(parser.parse_args(argv)))
 
 
 def check(args, world):
     """Raise ValueError, in a sentence that names the option and the remedy, before anything expensive starts."""
     mini = args.ppo_mini_batch_size = min(args.ppo_mini_batch_size, args.train_batch_size)
-    for name in ("train_batch_size", "ppo_mini_batch_size", "max_prompt_length", "max_response_length", "n", "ppo_epochs", "val_n", "max_num_seqs"):
+    for name in ("train_batch_size", "ppo_mini_batch_size", "max_prompt_length", "max_response_length", "n", "ppo_epochs", "val_n", "max_num_seqs", "tensor_model_parallel_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
     if args.train_batch_size % mini:
@@ -239,7 +240,7 @@ def head_logprobs(hidden, weight, bias, labels, temperature, entropy_grad):
     logp = logits.gather(-1, labels[:, None])[:, 0] - logits.logsumexp(-1)
     z = logits if entropy_grad else logits.detach()
     p = z.softmax(-1)
-    return logp, z.logsumexp(-1) - torch.where(p > 0, p * z, 0.0).sum(-1)  # where: a logit of -inf has no part in the entropy
+    return logp, z.logsumexp(-1) - (p * torch.where(p > 0, z, 0.0)).sum(-1)  # where: a logit of -inf has no part in the entropy or its gradient
 
 
 HEAD_CHUNK = 8192  # tokens whose logits exist at once; the backward recomputes them
@@ -502,7 +503,7 @@ def make_logger(args, run_dir, start_step):
     loggers, path = args.logger.split(","), run_dir / "metrics.jsonl"
     if "jsonl" in loggers:
         rows = path.read_text().splitlines() if path.exists() and start_step else []
-        path.write_text("".join(r + "\n" for r in rows if json.loads(r)["step"] <= start_step))
+        path.write_text("".join(r + "\n" for r in rows if r.endswith("}") and json.loads(r)["step"] <= start_step))  # a kill may leave half a row
     if "tensorboard" in loggers:
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
@@ -554,12 +555,23 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+@contextlib.contextmanager
+def one_sentence():
+    """What the user can put right ends the run with a sentence in place of a traceback."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"grpo.py: {error}" if int(os.environ.get("RANK", 0)) == 0 else 2)
+
+
 def setup(args):
     """All that can fail on bad input, before anything expensive: processes, options, model directory, data, reward function."""
     rank, world, device = init_distributed()
     args.dtype = {"auto": "bf16" if device.type == "cuda" else "fp32"}.get(args.dtype, args.dtype)
     args.compile = {"auto": "true" if device.type == "cuda" else "false"}.get(args.compile, args.compile)
     check(args, world)
+    if args.offload_policy and device.type == "cpu":
+        raise ValueError("--offload_policy true needs a GPU to offload from; leave it out")
     path, config, tokenizer = resolve_model(args.model_path)
     if (longest := getattr(config, "max_position_embeddings", None)) and args.max_prompt_length + args.max_response_length > longest:
         raise ValueError(f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} is beyond the {longest} "
@@ -577,10 +589,8 @@ def setup(args):
 
 def main():
     args = parse_args(Args)
-    try:
+    with one_sentence():
         rank, world, device, path, config, tokenizer, train, val, scorer, run_dir, resume_from = setup(args)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"grpo.py: {error}" if int(os.environ.get("RANK", 0)) == 0 else 2)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Engine, model, optimizer, resume
@@ -593,10 +603,10 @@ def main():
         with torch.device("meta"):
             parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
         args.sleep = "always" if device.type == "cuda" and must_sleep(args, config, parameters, world) else "never"
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), one_sentence():
         engine = build_engine(args, path, tokenizer, generation_config, device, world)
-    engine.sleep()
-    model = load_model(path, args, device)
+        engine.sleep()
+        model = load_model(path, args, device)
     ref = load_model(path, args, device, train=False) if args.use_kl_loss else None
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, betas=(0.9, 0.999), fused=device.type == "cuda" and not args.offload_policy)
@@ -627,14 +637,15 @@ def main():
     # -----------------------------------------------------------------------------------------------------------------
     # Training. This rank answers `per_rank` prompts of each batch, n times each.
     per_rank, mini_rows = args.train_batch_size // world, args.ppo_mini_batch_size // world * args.n
+    # Its places in the batch: a share of every mini-batch, so that an optimizer step sees the same prompts on any number of ranks.
+    places = np.arange(args.train_batch_size).reshape(-1, world, args.ppo_mini_batch_size // world)[:, rank].flatten()
     one_update = mini_rows == per_rank * args.n and args.ppo_epochs == 1
     for step in tqdm(range(start_step + 1, total_steps + 1), initial=start_step, total=total_steps, desc="steps", disable=rank != 0, file=sys.stderr):
         timing, started = defaultdict(float), time.perf_counter()
 
         # 1. Prompts -> n responses each. Rows of one prompt stand together and on one rank.
-        mine = batch_rows(len(train), args.train_batch_size, args.seed, step - 1)[rank * per_rank:(rank + 1) * per_rank]
-        prompts = [train[i] for i in mine for _ in range(args.n)]
-        seeds = request_seeds(args.seed, step, args.train_batch_size * args.n)[rank * len(prompts):(rank + 1) * len(prompts)]
+        prompts = [train[i] for i in batch_rows(len(train), args.train_batch_size, args.seed, step - 1)[places] for _ in range(args.n)]
+        seeds = np.reshape(request_seeds(args.seed, step, args.train_batch_size * args.n), (-1, args.n))[places].flatten().tolist()
         with timer(timing, "gen"):
             samples = engine.generate([p["prompt_ids"] for p in prompts], sampling, seeds)
             engine.sleep()
@@ -693,8 +704,9 @@ def main():
                             token_loss = token_loss + args.kl_loss_coef * metrics["kl_loss"]
                         loss = torch.where(weight > 0, token_loss * weight, 0.0).sum()
                         (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
-                        for key, value in metrics.items():
-                            totals[key] += torch.where(weight > 0, value.detach() * weight, 0.0).sum()
+                        for key, value in metrics.items():  # terms of the loss as they enter it, all else as a mean over tokens
+                            per_token = weight if key in ("pg_loss", "entropy", "kl_loss") else 1 / tokens
+                            totals[key] += torch.where(weight > 0, value.detach() * per_token, 0.0).sum()
                     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                     grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
                     if torch.isfinite(grad_norm):
@@ -724,7 +736,7 @@ def main():
 
         # 7. Metrics, over all ranks.
         everyone = [None] * world
-        engine_logp = [(i, s.logp) for i, s in enumerate(samples) if s.logp is not None]
+        engine_logp = [(i, s.logp) for i, s in enumerate(samples) if s.logp is not None and not (one_update and skipped)]
         diff = torch.cat([(old_logp[offsets[i]:offsets[i + 1]].exp().cpu() - torch.tensor(logp).exp()).abs() for i, logp in engine_logp] or [torch.zeros(0)])
         dist.all_gather_object(everyone, {
             "rewards": rewards.tolist(), "advantages": advantages.tolist(), "response_length": response_lengths.tolist(), "scores": scores,
