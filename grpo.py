@@ -26,7 +26,6 @@ import socket
 import sys
 import time
 import types
-import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,11 +40,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from merge import find_checkpoint, load_checkpoint, save_checkpoint
 from prepare_data import batch_rows, load_prompts
-from reward import Scorer, summarize
+from reward import Scorer, method_for, summarize
 from rollout import HFEngine, Sampling, VLLMEngine, eos_token_ids, request_seeds
 
 
@@ -76,7 +75,7 @@ class Args:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"      # compute; master weights are fp32. auto: bf16 on a GPU
     # rollout
     engine: Literal["vllm", "hf"] = "vllm"               # hf: Hugging Face generate, for CPUs and debugging
-    n: int = 8                                           # responses a prompt
+    n: int = 8                                           # responses a prompt; torchrun takes --n for its own: there write --rollout_n
     temperature: float = 1.0                             # sampling; training divides logits by it too
     top_p: float = 1.0                                   # 1: off
     top_k: int = -1                                      # -1: off
@@ -129,7 +128,8 @@ def parse_args(cls, argv=None):
                                      formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=150))
     for field in dataclasses.fields(cls):
         literal = get_origin(field.type) is Literal
-        parser.add_argument(f"--{field.name}", default=field.default, metavar=None if literal else field.type.__name__.upper(),
+        names = ["--n", "--rollout_n"] if field.name == "n" else [f"--{field.name}"]
+        parser.add_argument(*names, dest=field.name, default=field.default, metavar=None if literal else field.type.__name__.upper(),
                             type=boolean if field.type is bool else str if literal else field.type,
                             choices=get_args(field.type) if literal else None, help=f"{comments[field.name]} [{field.default}]".replace("%", "%%"))
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}; --help lists the options\n" if int(os.environ.get("RANK", 0)) == 0 else None)
@@ -157,6 +157,12 @@ def check(args, world):
         raise ValueError(f"--temperature {args.temperature} must be above 0: greedy responses of a prompt are all the same")
     if not (0 < args.top_p <= 1 and (args.top_k == -1 or args.top_k >= 1)):
         raise ValueError(f"--top_p {args.top_p} must lie in (0, 1] and --top_k {args.top_k} be -1 (off) or at least 1")
+    if not 0 <= args.rollout_logprobs <= 1:
+        raise ValueError(f"--rollout_logprobs {args.rollout_logprobs} is a share of the responses: from 0 to 1")
+    if args.reward_workers < 0:
+        raise ValueError(f"--reward_workers {args.reward_workers} must be 0 (from the number of cores) or more")
+    if args.seed < 0:
+        raise ValueError(f"--seed {args.seed} must be 0 or more")
     if not 0 < args.gpu_memory_utilization < 1:
         raise ValueError(f"--gpu_memory_utilization {args.gpu_memory_utilization} must lie between 0 and 1")
     if args.clip_ratio_c and args.clip_ratio_c <= 1:
@@ -436,7 +442,7 @@ def kl_penalty(logp, ref_logp, kind):
 # ---------------------------------------------------------------------------------------------------------------------
 # Around the loop
 
-def build_engine(args, path, tokenizer, generation_config, device, world):
+def build_engine(args, path, tokenizer, generation_config, device):
     """The rollout engine of --engine, with room for the longest sample."""
     common = dict(dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32, device=device, max_num_seqs=args.max_num_seqs,
                   eos_ids=eos_token_ids(tokenizer, generation_config), logprobs=args.rollout_logprobs)
@@ -580,6 +586,9 @@ def setup(args):
                                             truncation=args.truncation, min_rows=rows) if files else []
     with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(open(os.devnull, "w")):
         train, val = read(args.train_files, args.train_batch_size), read(args.val_files, 1)
+    if args.reward_fn == "auto":
+        for source in {row["data_source"] for row in train + val}:
+            method_for(source)  # raises for one that has no rule
     cores = (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])
     scorer = Scorer(args.reward_fn, workers=args.reward_workers or max(1, min(8, cores - 1)), timeout=args.reward_timeout)
     run_dir = Path(args.default_local_dir) / args.project_name / args.experiment_name
@@ -597,17 +606,16 @@ def main():
     run_dir.mkdir(parents=True, exist_ok=True)
     generation_config = None
     with contextlib.suppress(OSError):
-        from transformers import GenerationConfig
         generation_config = GenerationConfig.from_pretrained(path)
     if args.sleep == "auto":
         with torch.device("meta"):
             parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
         args.sleep = "always" if device.type == "cuda" and must_sleep(args, config, parameters, world) else "never"
-    with warnings.catch_warnings(), one_sentence():
-        engine = build_engine(args, path, tokenizer, generation_config, device, world)
+    with one_sentence():
+        engine = build_engine(args, path, tokenizer, generation_config, device)
         engine.sleep()
         model = load_model(path, args, device)
-    ref = load_model(path, args, device, train=False) if args.use_kl_loss else None
+        ref = load_model(path, args, device, train=False) if args.use_kl_loss else None
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, betas=(0.9, 0.999), fused=device.type == "cuda" and not args.offload_policy)
     start_step = load_checkpoint(resume_from, {"actor": (model, optimizer)})["step"] if resume_from else 0
@@ -675,8 +683,8 @@ def main():
         # 5. Update: per mini-batch one optimizer step, accumulated over micro-batches of a token budget.
         with timer(timing, "update_actor"):
             totals, updates, skipped = defaultdict(float), 0, 0
-            for group_of_lr in optimizer.param_groups:
-                group_of_lr["lr"] = args.lr * min(1.0, step / max(1, args.warmup_steps))
+            for param_group in optimizer.param_groups:  # set, not scheduled: a resumed run takes the command line's values
+                param_group |= {"lr": args.lr * min(1.0, step / max(1, args.warmup_steps)), "weight_decay": args.weight_decay}
             for _ in range(args.ppo_epochs):
                 for start in range(0, len(samples), mini_rows):
                     mini = range(start, start + mini_rows)
@@ -687,8 +695,9 @@ def main():
                         continue
                     weights = torch.zeros(len(samples))
                     weights[start:start + mini_rows] = loss_weights(lengths, args.loss_agg_mode, tokens, rows, args.max_response_length) * (lengths > 0)
+                    sums = defaultdict(float)
                     for micro in micro_batches(samples, mini, args.max_tokens_per_micro_batch):
-                        chosen = micro or [start]  # a rank with nothing left runs along at weight zero
+                        chosen = micro or [start]  # a rank with nothing left runs along, at weight zero
                         inputs, labels = pack([samples[i] for i in chosen], device)
                         flat = flat_rows(offsets, chosen).to(device)
                         weight = (weights * bool(micro))[chosen].repeat_interleave(response_lengths[chosen]).to(device)   # (R,)
@@ -706,13 +715,15 @@ def main():
                         (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
                         for key, value in metrics.items():  # terms of the loss as they enter it, all else as a mean over tokens
                             per_token = weight if key in ("pg_loss", "entropy", "kl_loss") else 1 / tokens
-                            totals[key] += torch.where(weight > 0, value.detach() * per_token, 0.0).sum()
+                            sums[key] += torch.where(weight > 0, value.detach() * per_token, 0.0).sum()
                     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                     grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
                     if torch.isfinite(grad_norm):
                         optimizer.step()
-                        totals["grad_norm"] += grad_norm / world  # the same on every rank; summed over ranks below
                         updates += 1
+                        sums["grad_norm"] = grad_norm / world  # the same on every rank; summed over ranks below
+                        for key, value in sums.items():
+                            totals[key] += value
                     else:
                         print0(f"warning: step {step}: gradient norm {grad_norm.item()}; update skipped")
                         skipped += 1
@@ -750,9 +761,8 @@ def main():
             for key, values in (("critic/score", rewards_all[~np.isnan(rewards_all)]), ("critic/advantages", gather("advantages")), ("response_length", length), ("prompt_length", prompt_length)):
                 metrics |= {f"{key}/{f}": float(getattr(np, f)(values)) if len(values) else 0.0 for f in ("mean", "max", "min")}
             metrics |= {f"critic/rewards/{f}": metrics[f"critic/score/{f}"] for f in ("mean", "max", "min")}
-            by_prompt = rewards_all.reshape(-1, args.n)
-            metrics["critic/constant_groups_frac"] = float(np.mean(np.nanmax(np.nan_to_num(by_prompt), 1) == np.nanmin(np.nan_to_num(by_prompt), 1)))
-            metrics |= {f"actor/{k}": sum(r["totals"].get(k, 0.0) for r in everyone) / max(1, updates) for k in everyone[0]["totals"]}
+            metrics["critic/constant_groups_frac"] = float((gather("advantages").reshape(-1, args.n) == 0).all(1).mean())
+            metrics |= {f"actor/{k}": sum(r["totals"][k] for r in everyone) / max(1, updates) for k in everyone[0]["totals"]}
             metrics |= {"actor/lr": optimizer.param_groups[0]["lr"], "actor/skipped_updates": skipped}
             metrics["response_length/clip_ratio"] = float((length == args.max_response_length).mean())
             metrics["rollout/stop_frac"] = float(gather("stop").mean())

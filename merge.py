@@ -47,7 +47,8 @@ def save_checkpoint(run_dir, step, models, state, tokenizer, max_to_keep=None):
     rank, final = dist.get_rank(), Path(run_dir) / f"global_step_{step}"
     tmp = final.with_name(f".tmp_{final.name}")
     if rank == 0:
-        shutil.rmtree(tmp, ignore_errors=True)
+        for torn in Path(run_dir).glob(".tmp_global_step_*"):  # of a save that was killed
+            shutil.rmtree(torn)
         (tmp / "rng").mkdir(parents=True)
     dist.barrier()
     for name, (model, optimizer) in models.items():
@@ -118,7 +119,9 @@ def find_checkpoint(run_dir, resume_mode="auto"):
         if reason := why_incomplete(resume_mode):
             raise ValueError(f"--resume_mode {resume_mode} can't be resumed: {reason}; give a .../global_step_N folder, auto or disable")
         return Path(resume_mode)
-    for _, path in reversed(list_checkpoints(run_dir)):
+    latest = Path(run_dir) / "latest_checkpointed_iteration.txt"
+    newest = int(latest.read_text()) if latest.is_file() else float("inf")  # later ones are of a run before this one
+    for _, path in reversed([c for c in list_checkpoints(run_dir) if c[0] <= newest]):
         if (reason := why_incomplete(path)) is None:
             return path
         print(f"warning: skipping checkpoint {path}: {reason}", file=sys.stderr)

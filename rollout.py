@@ -74,13 +74,14 @@ def checksum(tensor):
 
 
 def watched(model):
-    """Names of the weights compared after a sync: embedding, head (a tied one by both names), last norm, last projection."""
+    """Weights compared after a sync, {name in the engine: name in the trainer}: embedding, head (a tied one by both names),
+    the last three and the last down_proj."""
     names = [name for name, _ in model.named_parameters()]
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     first = next(name for name, p in model.named_parameters() if p is embedding)
     pairs = {first: first, "lm_head.weight": first if head is embedding else "lm_head.weight"}
     pairs |= {name: name for name in [*names[-3:], *[n for n in names if n.endswith("down_proj.weight")][-1:]]}
-    return pairs  # {name in the engine: name in the trainer}
+    return pairs
 
 
 def send_weights(model, dtype, device, load, read):
@@ -110,7 +111,8 @@ class VLLMEngine:
     model_path: local directory or hub name. max_model_len: prompt + response tokens. max_num_seqs: sequences decoded at
     once. gpu_memory_utilization: share of the whole GPU for its weights and KV cache; it must be free now, so build the
     engine before the trainer's model. sleep: give that memory back between rollouts. tensor_parallel_size: ranks that
-    share one engine; neighbours in rank order form a group and generate each other's prompts.
+    share one engine; neighbours in rank order form a group and generate each other's prompts. logprobs: share of responses
+    that come back with log-probs (they cost the engine time). seed: vLLM's own, beside those of the responses.
     """
 
     def __init__(self, model_path, *, dtype, device, max_model_len, max_num_seqs, eos_ids, sleep=False, gpu_memory_utilization=0.4,
@@ -129,16 +131,13 @@ class VLLMEngine:
             ops._supports_onednn = False  # oneDNN keeps a packed copy of each weight that an in-place update doesn't reach
             options |= {"kv_cache_memory_bytes": 1 << 30, "enforce_eager": True, "max_num_batched_tokens": max(8192, max_model_len),
                         "enable_chunked_prefill": False}  # a seeded request can't be split there: "CPU Generator does not use offset"
-        self.llm = LLM(model_path, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, seed=seed + rank // tensor_parallel_size,
+        self.llm = LLM(str(model_path), dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, seed=seed + rank // tensor_parallel_size,
                        distributed_executor_backend="external_launcher", tensor_parallel_size=tensor_parallel_size,
                        logprobs_mode="processed_logprobs", generation_config="vllm", enable_prefix_caching=True, disable_log_stats=True, **options)
         self.dtype, self.device, self.eos_ids, self.sleeps, self.logprobs = dtype, device, eos_ids, sleep and self.on_gpu, logprobs
-        self.group = None
-        for start in range(0, dist.get_world_size(), tensor_parallel_size):
-            ranks = list(range(start, start + tensor_parallel_size))
-            group = dist.new_group(ranks, backend="gloo")
-            if rank in ranks and tensor_parallel_size > 1:
-                self.group = group
+        self.group = None  # the ranks that share this engine
+        if tensor_parallel_size > 1:
+            self.group, _ = dist.new_subgroups(tensor_parallel_size, backend="gloo")
 
     def generate(self, prompts, sampling, seeds):
         """One response a prompt: list of token-id lists and their seeds -> list of Sample in the same order."""
@@ -198,7 +197,7 @@ class VLLMEngine:
 class HFEngine:
     """`generate` of transformers on a copy of the model, with the token choice made here: explicit and seeded per response.
 
-    max_num_seqs: sequences in one batch. Other arguments as in VLLMEngine.
+    max_num_seqs: sequences in one batch. pad_id fills prompts on the left. logprobs: above 0, all responses have them.
     """
 
     def __init__(self, model_path, *, dtype, device, max_num_seqs, eos_ids, pad_id, logprobs=0.0):

@@ -72,7 +72,7 @@ data() {
 }
 
 train() {
-  local launch=(python3); [ "$NGPU" -gt 1 ] && launch=(torchrun --standalone --nproc_per_node "$NGPU")
+  local launch=(python3); [ "$NGPU" -gt 1 ] && launch=(torchrun --standalone --nproc_per_node "$NGPU" --)
   "${launch[@]}" "$here/$script" --train_files "$DATA/train.parquet" --val_files "$DATA/test.parquet" --model_path "$MODEL" --seed "$SEED" \
     --project_name "$PROJECT" --experiment_name "$NAME" --default_local_dir "$OUT" "${options[@]}" "$@"
 }

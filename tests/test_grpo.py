@@ -417,8 +417,9 @@ def two_ranks(demo, uneven, tmp_path_factory):
 def test_torchrun_passes_the_options_on():
     """torchrun stops at an option that begins several of its own ("ambiguous option: --x could match ..."), though it stands behind the script."""
     theirs = get_args_parser()._option_string_actions
-    for name in vars(grpo.Args()):
+    for name in vars(grpo.Args()).keys() - {"n"} | {"rollout_n"}:  # --n is --rollout_n under torchrun
         assert len({id(action) for option, action in theirs.items() if option.startswith(f"--{name}")}) < 2, name
+    assert grpo.parse_args(grpo.Args, ["--rollout_n", "3"]).n == grpo.parse_args(grpo.Args, ["--n", "3"]).n == 3
 
 
 def test_two_ranks_equal_one(process_group, demo, one_rank, two_ranks, tmp_path):
@@ -703,16 +704,14 @@ def test_training_raises_the_reward(demo, tmp_path):
     assert all(r["rollout/probs_diff_max"] < 1e-4 for r in rows)  # the engine kept up with the trainer
 
 
-def test_validation_by_hand():
+def test_validation_by_hand(process_group):
     """Two prompts of one source, four answers each, one and three right: acc 1/2. pass@2: 1 - C(3,2)/C(4,2) = 1/2, and 1 - C(1,2)/C(4,2) = 1."""
     right = iter([1, 0, 0, 0, 1, 1, 0, 1])
     engine = SimpleNamespace(generate=lambda prompts, sampling, seeds: [Sample(p, [next(right)], "stop", None) for p in prompts])
     scorer = SimpleNamespace(score=lambda items: [SimpleNamespace(score=float(item["solution_str"])) for item in items])
     tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [str(i[0]) for i in ids])
     prompts = [{"prompt_ids": [1], "data_source": "sums", "ground_truth": "", "extra_info": {}}] * 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo.dist, "all_gather_object", lambda out, mine: out.__setitem__(0, mine))
-        found = grpo.validate(engine, scorer, tokenizer, prompts, grpo.Args(val_n=4, val_temperature=1.0), 0, 1)
+    found = grpo.validate(engine, scorer, tokenizer, prompts, grpo.Args(val_n=4, val_temperature=1.0), 0, 1)
     assert found == {"val/sums/acc": 0.5, "val/sums/pass@2": 0.75, "val/sums/pass@4": 1.0}
 
 
