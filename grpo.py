@@ -62,7 +62,8 @@ class Args:
     model_path: str = "Qwen/Qwen2.5-0.5B-Instruct"       # local directory or hub name
     lr: float = 1e-6                                     # AdamW
     weight_decay: float = 0.01                           # AdamW
-    warmup_steps: int = 0                                # steps of linear warm-up, then constant
+    warmup_steps: int = 0                                # steps of linear warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after it; linear and cosine end at 0
     max_grad_norm: float = 1.0                           # clip the gradient's norm to this
     ppo_mini_batch_size: int = 64                        # prompts an optimizer step, over all GPUs
     ppo_epochs: int = 1                                  # passes over a batch
@@ -534,6 +535,13 @@ def make_logger(args, run_dir, start_step):
     return log
 
 
+def learning_rate(args, step, total_steps):
+    """Of a step counted from 1: linear warm-up, then --lr_scheduler_type down to 0 one step after the last."""
+    done = max(0.0, (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps))
+    decay = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[args.lr_scheduler_type]
+    return args.lr * min(1.0, step / max(1, args.warmup_steps)) * decay
+
+
 @contextlib.contextmanager
 def timer(timing, name):
     """Add the seconds of a block to timing["timing/<name>"], GPU work included."""
@@ -684,7 +692,7 @@ def main():
         with timer(timing, "update_actor"):
             totals, updates, skipped = defaultdict(float), 0, 0
             for param_group in optimizer.param_groups:  # set, not scheduled: a resumed run takes the command line's values
-                param_group |= {"lr": args.lr * min(1.0, step / max(1, args.warmup_steps)), "weight_decay": args.weight_decay}
+                param_group |= {"lr": learning_rate(args, step, total_steps), "weight_decay": args.weight_decay}
             for _ in range(args.ppo_epochs):
                 for start in range(0, len(samples), mini_rows):
                     mini = range(start, start + mini_rows)

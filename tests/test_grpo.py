@@ -801,3 +801,11 @@ def test_bad_input_is_told_once(demo, tmp_path):
     assert min(done.codes) > 0
     assert len(done.err[0].strip().splitlines()) == 1 and "--ppo_mini_batch_size 3 can't be split over 2 GPUs" in done.err[0]
     assert done.err[1] == ""
+
+
+@pytest.mark.parametrize("kind, expected", [("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+                                            ("cosine", [0.5, 1, 1, 0.853553391, 0.5, 0.146446609])])  # (1 + cos(pi k / 4)) / 2
+def test_learning_rate(kind, expected):
+    """2 steps of warm-up, then 4 steps on the way down to 0 at a seventh step."""
+    args = grpo.Args(lr=1.0, warmup_steps=2, lr_scheduler_type=kind)
+    close([grpo.learning_rate(args, step, 6) for step in range(1, 7)], expected)

@@ -98,10 +98,10 @@ def make_args(engine, **options):
                      max_prompt_length=192, max_response_length=64, **options)
 
 
-def make_engine(args, path, world=1):
+def make_engine(args, path):
     from transformers import AutoTokenizer, GenerationConfig
     generation_config = GenerationConfig(eos_token_id=[EXTRA_EOS, CALLERS_EOS])
-    return grpo.build_engine(args, str(path), AutoTokenizer.from_pretrained(path), generation_config, torch.device("cpu"), world)
+    return grpo.build_engine(args, str(path), AutoTokenizer.from_pretrained(path), generation_config, torch.device("cpu"))
 
 
 def random_prompts(count, length, seed=0):
@@ -180,7 +180,7 @@ def tp_worker(folder):
     rank, world, device = grpo.init_distributed()
     args = make_args("vllm", tensor_model_parallel_size=2)
     prompts = random_prompts(5, 24)[3 * rank:3 + 2 * rank]
-    engine = make_engine(args, folder / "model", world)
+    engine = make_engine(args, folder / "model")
     model = grpo.load_model(folder / "model", args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
     result = {"errors": [], "embedding_arrived": [], "watched": sorted(engine.read(list(rollout.watched(model)))), "expected_prompts": prompts}
