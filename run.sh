@@ -34,7 +34,7 @@ else
   MODEL=${MODEL:-data/demo-$SEED/model}
   DATA=${DATA:-data/demo-$SEED}
   options=(--engine hf --train_batch_size 64 --ppo_mini_batch_size 16 --n 8 --max_prompt_length 32 --max_response_length 16
-           --max_tokens_per_micro_batch 4096 --lr 2e-4 --warmup_steps 10 --clip_ratio_high 0.28 --total_training_steps 200 --test_freq 25 --save_freq 50)
+           --max_tokens_per_micro_batch 4096 --lr 3e-4 --lr_scheduler_type linear --warmup_steps 10 --clip_ratio_high 0.28 --total_training_steps 300 --test_freq 25 --save_freq 50)
 fi
 case "$ALGO" in
   grpo) script=grpo.py;;
