@@ -462,8 +462,10 @@ def build_engine(args, path, tokenizer, generation_config, device):
                          f"--max_response_length, or raise --tensor_model_parallel_size ({str(error).splitlines()[0]})") from error
 
 
-def must_sleep(args, config, parameters, world):
+def must_sleep(args, config, world):
     """--sleep auto: would trainer and engine together overfill the GPU? Rough upper estimate of the trainer's bytes."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     state = parameters * (16 / world + 2)                                          # fp32 weight, gradient, two moments; gathered bf16
     tokens, hidden = args.max_tokens_per_micro_batch, config.hidden_size
     layer = 2 * hidden if args.gradient_checkpointing else 34 * hidden + 6 * getattr(config, "intermediate_size", 4 * hidden)
@@ -592,8 +594,7 @@ def setup(args):
                          f"positions of {args.model_path}; lower one of them")
     read = lambda files, rows: load_prompts(files.split(","), tokenizer, args.max_prompt_length, prompt_key=args.prompt_key,
                                             truncation=args.truncation, min_rows=rows) if files else []
-    with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(open(os.devnull, "w")):
-        train, val = read(args.train_files, args.train_batch_size), read(args.val_files, 1)
+    train, val = read(args.train_files, args.train_batch_size), read(args.val_files, 1)
     if args.reward_fn == "auto":
         for source in {row["data_source"] for row in train + val}:
             method_for(source)  # raises for one that has no rule
@@ -616,9 +617,7 @@ def main():
     with contextlib.suppress(OSError):
         generation_config = GenerationConfig.from_pretrained(path)
     if args.sleep == "auto":
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-        args.sleep = "always" if device.type == "cuda" and must_sleep(args, config, parameters, world) else "never"
+        args.sleep = "always" if device.type == "cuda" and must_sleep(args, config, world) else "never"
     with one_sentence():
         engine = build_engine(args, path, tokenizer, generation_config, device)
         engine.sleep()
