@@ -40,12 +40,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, GenerationConfig
 
-from merge import find_checkpoint, load_checkpoint, save_checkpoint
-from prepare_data import batch_rows, load_prompts
+from merge import find_checkpoint, load_checkpoint, make_logger, save_checkpoint
+from prepare_data import batch_rows, load_prompts, resolve_model
 from reward import Scorer, method_for, summarize
-from rollout import HFEngine, Sampling, VLLMEngine, eos_token_ids, request_seeds
+from rollout import Sampling, build_engine, must_sleep, request_seeds, score, validate
 
 
 @dataclass
@@ -443,100 +443,6 @@ def kl_penalty(logp, ref_logp, kind):
 # ---------------------------------------------------------------------------------------------------------------------
 # Around the loop
 
-def build_engine(args, path, tokenizer, generation_config, device):
-    """The rollout engine of --engine, with room for the longest sample."""
-    common = dict(dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32, device=device, max_num_seqs=args.max_num_seqs,
-                  eos_ids=eos_token_ids(tokenizer, generation_config), logprobs=args.rollout_logprobs)
-    if args.engine == "hf":
-        return HFEngine(path, pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id, **common)
-    try:
-        return VLLMEngine(path, max_model_len=args.max_prompt_length + args.max_response_length, sleep=args.sleep == "always", seed=args.seed,
-                          gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=args.enforce_eager,
-                          tensor_parallel_size=args.tensor_model_parallel_size, **common)
-    except ImportError as error:
-        raise ValueError(f"--engine vllm needs the package vllm ({error}); install requirements.txt or take --engine hf") from error
-    except (ValueError, RuntimeError) as error:
-        if "memory" not in str(error):
-            raise
-        raise ValueError(f"vLLM does not fit into --gpu_memory_utilization {args.gpu_memory_utilization} of the GPU: raise it, free the GPU, or lower "
-                         f"--max_response_length, or raise --tensor_model_parallel_size ({str(error).splitlines()[0]})") from error
-
-
-def must_sleep(args, config, world):
-    """--sleep auto: would trainer and engine together overfill the GPU? Rough upper estimate of the trainer's bytes."""
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    state = parameters * (16 / world + 2)                                          # fp32 weight, gradient, two moments; gathered bf16
-    tokens, hidden = args.max_tokens_per_micro_batch, config.hidden_size
-    layer = 2 * hidden if args.gradient_checkpointing else 34 * hidden + 6 * getattr(config, "intermediate_size", 4 * hidden)
-    activations = tokens * layer * config.num_hidden_layers + min(tokens, HEAD_CHUNK) * config.vocab_size * 14
-    total = torch.cuda.get_device_properties(0).total_memory
-    return (state + activations) / total + args.gpu_memory_utilization > 0.92
-
-
-def score(scorer, tokenizer, samples, prompts):
-    """Decode and score: the only place where token ids become text. prompts: the row of each sample -> texts, Scores."""
-    texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return texts, scorer.score([{"data_source": p["data_source"], "solution_str": t, "ground_truth": p["ground_truth"], "extra_info": p["extra_info"]}
-                                for t, p in zip(texts, prompts)])
-
-
-def validate(engine, scorer, tokenizer, prompts, args, rank, world):
-    """Accuracy over all validation prompts -> {val/<data_source>/acc, .../pass@k}; pass@k is the unbiased estimate (2107.03374)."""
-    if not prompts:
-        return {}
-    mine = [p for p in prompts[rank::world] for _ in range(args.val_n)]
-    seeds = np.reshape(request_seeds(args.seed, 2**31, len(prompts) * args.val_n), (-1, args.val_n))[rank::world].ravel().tolist()
-    sampling = Sampling(temperature=args.val_temperature, max_tokens=args.max_response_length)
-    samples = engine.generate([p["prompt_ids"] for p in mine], sampling, seeds)
-    _, scores = score(scorer, tokenizer, samples, mine)
-    results = [None] * world  # (data source, scores of one prompt)
-    dist.all_gather_object(results, [(mine[i]["data_source"], [0.0 if math.isnan(s.score) else s.score for s in scores[i:i + args.val_n]])
-                                     for i in range(0, len(mine), args.val_n)])
-    by_source = defaultdict(list)
-    for source, values in itertools.chain(*results):
-        by_source[source].append(values)
-    metrics = {}
-    for source, groups in by_source.items():
-        metrics[f"val/{source}/acc"] = float(np.mean(groups))
-        k = 2
-        while k <= args.val_n:
-            metrics[f"val/{source}/pass@{k}"] = float(np.mean([1 - math.comb(args.val_n - c, k) / math.comb(args.val_n, k)
-                                                               for c in (sum(v >= 1 for v in g) for g in groups)]))
-            k *= 2
-    return metrics
-
-
-def make_logger(args, run_dir, start_step):
-    """log(step, metrics) to what --logger names. After a resume, rows of metrics.jsonl beyond start_step are dropped."""
-    loggers, path = args.logger.split(","), run_dir / "metrics.jsonl"
-    if "jsonl" in loggers:
-        rows = path.read_text().splitlines() if path.exists() and start_step else []
-        path.write_text("".join(r + "\n" for r in rows if r.endswith("}") and json.loads(r)["step"] <= start_step))  # a kill may leave half a row
-    if "tensorboard" in loggers:
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
-    if "wandb" in loggers:
-        import wandb
-        wandb.init(project=args.project_name, name=args.experiment_name, id=re.sub(r"\W", "-", f"{args.project_name}-{args.experiment_name}"),
-                   dir=run_dir, resume="allow" if start_step else None, config=dataclasses.asdict(args))
-
-    def log(step, metrics):
-        if "console" in loggers:
-            tqdm.write(f"step:{step} - " + " - ".join(f"{k}:{v:.3e}" if v and abs(v) < 1e-3 else f"{k}:{v:.3f}" for k, v in metrics.items()))
-            sys.stdout.flush()
-        if "jsonl" in loggers:
-            with path.open("a") as f:
-                f.write(json.dumps({"step": step, **metrics}) + "\n")
-        if "tensorboard" in loggers:
-            for key, value in metrics.items():
-                writer.add_scalar(key, value, step)
-            writer.flush()
-        if "wandb" in loggers:
-            wandb.log(metrics, step=step)
-    return log
-
-
 def learning_rate(args, step, total_steps):
     """Of a step counted from 1: linear warm-up, then --lr_scheduler_type down to 0 one step after the last."""
     done = max(0.0, (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps))
@@ -552,18 +458,6 @@ def timer(timing, name):
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     timing[f"timing/{name}"] += time.perf_counter() - start
-
-
-def resolve_model(path):
-    """Local directory of a model (hub names are passed on; USE_MODELSCOPE=1 downloads from ModelScope); checked before anything starts."""
-    if os.environ.get("USE_MODELSCOPE") == "1" and not os.path.isdir(path):
-        from modelscope import snapshot_download
-        path = snapshot_download(path)
-    try:
-        return path, AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model_path {path}: no model there that transformers can load; give a local directory or a hub name "
-                         f"({str(error).strip().splitlines()[0]})") from None
 
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "4090": 165e12, "B200": 2250e12}  # dense bf16

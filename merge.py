@@ -17,8 +17,10 @@ writes a directory for `from_pretrained` and `vllm serve`.
 """
 
 import argparse
+import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -28,6 +30,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from tqdm import tqdm
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -142,6 +145,36 @@ def load_checkpoint(path, models):
         if "cuda" in rng and torch.cuda.is_available():
             torch.cuda.set_rng_state(rng["cuda"])
     return json.loads((path / "state.json").read_text())
+
+
+def make_logger(args, run_dir, start_step):
+    """log(step, metrics) to what --logger names. After a resume, rows of metrics.jsonl beyond start_step are dropped."""
+    loggers, path = args.logger.split(","), run_dir / "metrics.jsonl"
+    if "jsonl" in loggers:
+        rows = path.read_text().splitlines() if path.exists() and start_step else []
+        path.write_text("".join(r + "\n" for r in rows if r.endswith("}") and json.loads(r)["step"] <= start_step))  # a kill may leave half a row
+    if "tensorboard" in loggers:
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
+    if "wandb" in loggers:
+        import wandb
+        wandb.init(project=args.project_name, name=args.experiment_name, id=re.sub(r"\W", "-", f"{args.project_name}-{args.experiment_name}"),
+                   dir=run_dir, resume="allow" if start_step else None, config=dataclasses.asdict(args))
+
+    def log(step, metrics):
+        if "console" in loggers:
+            tqdm.write(f"step:{step} - " + " - ".join(f"{k}:{v:.3e}" if v and abs(v) < 1e-3 else f"{k}:{v:.3f}" for k, v in metrics.items()))
+            sys.stdout.flush()
+        if "jsonl" in loggers:
+            with path.open("a") as f:
+                f.write(json.dumps({"step": step, **metrics}) + "\n")
+        if "tensorboard" in loggers:
+            for key, value in metrics.items():
+                writer.add_scalar(key, value, step)
+            writer.flush()
+        if "wandb" in loggers:
+            wandb.log(metrics, step=step)
+    return log
 
 
 def merge(local_dir, target_dir, dtype="bf16"):

@@ -183,6 +183,19 @@ def prepare(args):
 # Reading the files back
 
 
+def resolve_model(path):
+    """Local directory of a model (hub names are passed on; USE_MODELSCOPE=1 downloads from ModelScope); checked before anything starts."""
+    if os.environ.get("USE_MODELSCOPE") == "1" and not os.path.isdir(path):
+        from modelscope import snapshot_download
+        path = snapshot_download(path)
+    from transformers import AutoConfig, AutoTokenizer
+    try:
+        return path, AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model_path {path}: no model there that transformers can load; give a local directory or a hub name "
+                         f"({str(error).strip().splitlines()[0]})") from None
+
+
 def load_prompts(files, tokenizer, max_prompt_length, *, prompt_key="prompt", truncation="filter", min_rows=1):
     """Parquet files -> one dict a prompt: prompt_ids, prompt (messages), data_source, ground_truth, extra_info, index.
 

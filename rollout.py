@@ -12,7 +12,10 @@ generation_config holds; from there only the EOS ids are taken. Every response d
 """
 
 import gc
+import itertools
+import math
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -269,3 +272,71 @@ def filtered_logp(logits, sampling):
         drop = values.cumsum(-1) - values >= sampling.top_p      # the token that crosses top_p stays
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
     return logits.log_softmax(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the options of a training script: which engine, what its samples score
+
+def build_engine(args, path, tokenizer, generation_config, device):
+    """The rollout engine of --engine, with room for the longest sample."""
+    common = dict(dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32, device=device, max_num_seqs=args.max_num_seqs,
+                  eos_ids=eos_token_ids(tokenizer, generation_config), logprobs=args.rollout_logprobs)
+    if args.engine == "hf":
+        return HFEngine(path, pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id, **common)
+    try:
+        return VLLMEngine(path, max_model_len=args.max_prompt_length + args.max_response_length, sleep=args.sleep == "always", seed=args.seed,
+                          gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=args.enforce_eager,
+                          tensor_parallel_size=args.tensor_model_parallel_size, **common)
+    except ImportError as error:
+        raise ValueError(f"--engine vllm needs the package vllm ({error}); install requirements.txt or take --engine hf") from error
+    except (ValueError, RuntimeError) as error:
+        if "memory" not in str(error):
+            raise
+        raise ValueError(f"vLLM does not fit into --gpu_memory_utilization {args.gpu_memory_utilization} of the GPU: raise it, free the GPU, or lower "
+                         f"--max_response_length, or raise --tensor_model_parallel_size ({str(error).splitlines()[0]})") from error
+
+
+def must_sleep(args, config, world, trained=1):
+    """--sleep auto: would engine and trainer together overfill the GPU? Rough upper estimate of the bytes of `trained` models of this config."""
+    from transformers import AutoModelForCausalLM
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    state = trained * parameters * (16 / world + 2)                                          # fp32 weight, gradient, two moments; gathered bf16
+    tokens, hidden = args.max_tokens_per_micro_batch, config.hidden_size
+    layer = 2 * hidden if args.gradient_checkpointing else 34 * hidden + 6 * getattr(config, "intermediate_size", 4 * hidden)
+    activations = tokens * layer * config.num_hidden_layers + min(tokens, 8192) * config.vocab_size * 14
+    total = torch.cuda.get_device_properties(0).total_memory
+    return (state + activations) / total + args.gpu_memory_utilization > 0.92
+
+
+def score(scorer, tokenizer, samples, prompts):
+    """Decode and score: the only place where token ids become text. prompts: the row of each sample -> texts, Scores."""
+    texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return texts, scorer.score([{"data_source": p["data_source"], "solution_str": t, "ground_truth": p["ground_truth"], "extra_info": p["extra_info"]}
+                                for t, p in zip(texts, prompts)])
+
+
+def validate(engine, scorer, tokenizer, prompts, args, rank, world):
+    """Accuracy over all validation prompts -> {val/<data_source>/acc, .../pass@k}; pass@k is the unbiased estimate (2107.03374)."""
+    if not prompts:
+        return {}
+    mine = [p for p in prompts[rank::world] for _ in range(args.val_n)]
+    seeds = np.reshape(request_seeds(args.seed, 2**31, len(prompts) * args.val_n), (-1, args.val_n))[rank::world].ravel().tolist()
+    sampling = Sampling(temperature=args.val_temperature, max_tokens=args.max_response_length)
+    samples = engine.generate([p["prompt_ids"] for p in mine], sampling, seeds)
+    _, scores = score(scorer, tokenizer, samples, mine)
+    results = [None] * world  # (data source, scores of one prompt)
+    dist.all_gather_object(results, [(mine[i]["data_source"], [0.0 if math.isnan(s.score) else s.score for s in scores[i:i + args.val_n]])
+                                     for i in range(0, len(mine), args.val_n)])
+    by_source = defaultdict(list)
+    for source, values in itertools.chain(*results):
+        by_source[source].append(values)
+    metrics = {}
+    for source, groups in by_source.items():
+        metrics[f"val/{source}/acc"] = float(np.mean(groups))
+        k = 2
+        while k <= args.val_n:
+            metrics[f"val/{source}/pass@{k}"] = float(np.mean([1 - math.comb(args.val_n - c, k) / math.comb(args.val_n, k)
+                                                               for c in (sum(v >= 1 for v in g) for g in groups)]))
+            k *= 2
+    return metrics
