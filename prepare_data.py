@@ -183,7 +183,7 @@ def prepare(args):
 # Reading the files back
 
 
-def resolve_model(path):
+def resolve_model(path, option="model_path"):
     """Local directory of a model (hub names are passed on; USE_MODELSCOPE=1 downloads from ModelScope); checked before anything starts."""
     if os.environ.get("USE_MODELSCOPE") == "1" and not os.path.isdir(path):
         from modelscope import snapshot_download
@@ -192,16 +192,16 @@ def resolve_model(path):
     try:
         return path, AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model_path {path}: no model there that transformers can load; give a local directory or a hub name "
+        raise ValueError(f"--{option} {path}: no model there that transformers can load; give a local directory or a hub name "
                          f"({str(error).strip().splitlines()[0]})") from None
 
 
-def load_prompts(files, tokenizer, max_prompt_length, *, prompt_key="prompt", truncation="filter", min_rows=1):
+def load_prompts(files, tokenizer, max_prompt_length, *, prompt_key="prompt", truncation="filter", min_rows=1, need_truth=True):
     """Parquet files -> one dict a prompt: prompt_ids, prompt (messages), data_source, ground_truth, extra_info, index.
 
     A prompt longer than max_prompt_length tokens is dropped ("filter"), an error ("error"), or cut as verl cuts it: "left"
     keeps the tail, "right" the head, "middle" both ends. min_rows is the training batch size: an epoch of fewer prompts has
-    no step. Whatever training could not use is a ValueError that names the file and the rows, counted from 0.
+    no step. need_truth: false where a reward model alone scores. Whatever training could not use is a ValueError that names the file and the rows, counted from 0.
     """
     files = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if truncation not in ("filter", "error", "left", "right", "middle"):
@@ -209,7 +209,7 @@ def load_prompts(files, tokenizer, max_prompt_length, *, prompt_key="prompt", tr
     if not tokenizer.chat_template:
         raise ValueError(f"{tokenizer.name_or_path} has no chat template: use the model's instruct version, "
                          "or put a chat_template.jinja into its directory")
-    rows = [(path, number, row) for path in map(str, files) for number, row in enumerate(read_checked(path, prompt_key))]
+    rows = [(path, number, row) for path in map(str, files) for number, row in enumerate(read_checked(path, prompt_key, need_truth))]
     # Parquet gives every message the keys of all messages; the template must not see those that are not its own.
     conversations = [[{k: v for k, v in m.items() if v is not None} for m in row[prompt_key]] for _, _, row in rows]
     prompts, num_long = [], 0
@@ -227,7 +227,7 @@ def load_prompts(files, tokenizer, max_prompt_length, *, prompt_key="prompt", tr
             "prompt_ids": ids,
             "prompt": messages,
             "data_source": row["data_source"],
-            "ground_truth": row["reward_model"]["ground_truth"],
+            "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
             "extra_info": row.get("extra_info") or {},
             "index": len(prompts),
         })
@@ -243,12 +243,12 @@ def load_prompts(files, tokenizer, max_prompt_length, *, prompt_key="prompt", tr
     return prompts
 
 
-def read_checked(path, prompt_key):
+def read_checked(path, prompt_key, need_truth=True):
     """Rows of a parquet file, or a ValueError, before any model is loaded, that tells why some can't be trained on."""
     rows = read_rows(path)
     if not rows:
         raise ValueError(f"{path} has no rows: write it again with prepare_data.py")
-    missing = [column for column in (prompt_key, "data_source", "reward_model") if column not in rows[0]]
+    missing = [column for column in (prompt_key, "data_source", *(["reward_model"] if need_truth else [])) if column not in rows[0]]
     if missing:
         raise ValueError(f"{path} lacks the columns {missing}, it has {list(rows[0])}: convert it with "
                          f"`python prepare_data.py custom --source {path} --prompt_field ... --answer_field ...`")
@@ -257,7 +257,7 @@ def read_checked(path, prompt_key):
     faults = {
         f"a prompt without text in '{prompt_key}'": [not has_text(row.get(prompt_key)) for row in rows],
         # An empty truth would equal an answer that could not be read, and reward it.
-        "no ground truth in 'reward_model'": [truth in (None, "", []) for truth in truths],
+        "no ground truth in 'reward_model'": [need_truth and truth in (None, "", []) for truth in truths],
         "no name in 'data_source'": [not row.get("data_source") for row in rows],
     }
     for fault, bad in faults.items():

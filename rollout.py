@@ -310,29 +310,37 @@ def must_sleep(args, config, world, trained=1):
 
 
 def score(scorer, tokenizer, samples, prompts):
-    """Decode and score: the only place where token ids become text. prompts: the row of each sample -> texts, Scores."""
+    """Decode and score: the only place where token ids become text. prompts: the row of each sample -> texts, Scores (none without a scorer)."""
     texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return texts, scorer.score([{"data_source": p["data_source"], "solution_str": t, "ground_truth": p["ground_truth"], "extra_info": p["extra_info"]}
-                                for t, p in zip(texts, prompts)])
+    items = [{"data_source": p["data_source"], "solution_str": t, "ground_truth": p["ground_truth"], "extra_info": p["extra_info"]} for t, p in zip(texts, prompts)]
+    return texts, scorer.score(items) if scorer else []
 
 
-def validate(engine, scorer, tokenizer, prompts, args, rank, world):
-    """Accuracy over all validation prompts -> {val/<data_source>/acc, .../pass@k}; pass@k is the unbiased estimate (2107.03374)."""
+def validate(engine, scorer, tokenizer, prompts, args, rank, world, judge=None):
+    """Responses to all validation prompts -> {val/<data_source>/acc, .../pass@k}; pass@k is the unbiased estimate (2107.03374).
+
+    judge(samples, prompts) -> (N,) scores of a reward model, whose mean is val/<data_source>/reward_model. scorer may be None then.
+    """
     if not prompts:
         return {}
     mine = [p for p in prompts[rank::world] for _ in range(args.val_n)]
     seeds = np.reshape(request_seeds(args.seed, 2**31, len(prompts) * args.val_n), (-1, args.val_n))[rank::world].ravel().tolist()
     sampling = Sampling(temperature=args.val_temperature, max_tokens=args.max_response_length)
     samples = engine.generate([p["prompt_ids"] for p in mine], sampling, seeds)
-    _, scores = score(scorer, tokenizer, samples, mine)
-    results = [None] * world  # (data source, scores of one prompt)
-    dist.all_gather_object(results, [(mine[i]["data_source"], [0.0 if math.isnan(s.score) else s.score for s in scores[i:i + args.val_n]])
-                                     for i in range(0, len(mine), args.val_n)])
+    scores = [0.0 if math.isnan(s.score) else s.score for s in score(scorer, tokenizer, samples, mine)[1]]
+    judged = judge(samples, mine).tolist() if judge else []
+    results = [None] * world  # (data source, scores of one prompt by the rules, by the model)
+    dist.all_gather_object(results, [(mine[i]["data_source"], scores[i:i + args.val_n], judged[i:i + args.val_n]) for i in range(0, len(mine), args.val_n)])
     by_source = defaultdict(list)
-    for source, values in itertools.chain(*results):
+    for source, *values in itertools.chain(*results):
         by_source[source].append(values)
     metrics = {}
-    for source, groups in by_source.items():
+    for source, rows in by_source.items():
+        groups, judged = zip(*rows)
+        if judge:
+            metrics[f"val/{source}/reward_model"] = float(np.mean(judged))
+        if not scorer:
+            continue
         metrics[f"val/{source}/acc"] = float(np.mean(groups))
         k = 2
         while k <= args.val_n:
