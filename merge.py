@@ -6,10 +6,10 @@
             actor/  (critic/)                      torch.distributed.checkpoint: weights and optimizer, sharded over ranks
                 huggingface/                       config, generation_config, tokenizer and chat template
             rng/rank_R.pt                          random number generators of rank R
-            state.json                             what the script wants back (step, coefficients) and the size of every file
+            state.json                             what the script wants back (step, coefficients); size and checksum of every file
 
 A checkpoint is complete or absent: written under a temporary name, flushed to disk, renamed, and only then named in
-`latest`. It loads on any number of GPUs. Nothing is unpickled (safetensors, torch.distributed.checkpoint, weights_only).
+`latest`. It loads on any number of GPUs. Loading runs no code that a file brings (pickle would): see Reader and Planner.
 
     python merge.py --local_dir checkpoints/gsm8k/grpo/global_step_60/actor --target_dir my_model [--dtype bf16]
 
@@ -17,12 +17,15 @@ writes a directory for `from_pretrained` and `vllm serve`.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import re
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 import torch
@@ -33,6 +36,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from tqdm import tqdm
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SMALL = 2**24  # bytes: files up to this have a checksum in state.json; of larger ones the size must do
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Save
 
 
 def fsync(path):
@@ -41,73 +48,120 @@ def fsync(path):
     os.close(fd)
 
 
+def reason_of(error):
+    """The error in a line; torch.distributed.checkpoint wraps it in a traceback a rank."""
+    error = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+@contextlib.contextmanager
+def on_all_ranks(tmp, final):
+    """Part of a save that succeeds on all ranks or raises OSError on all; then what was written so far is removed."""
+    failure, reason, reasons = None, None, [None] * dist.get_world_size()
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # tokenizers raises a plain Exception on a full disk, torch a BaseException
+        failure, reason = error, f"{reason_of(error)}, {shutil.disk_usage(tmp.parent).free / 1e9:.2f} GB free"
+    dist.all_gather_object(reasons, reason)
+    if reason := next(filter(None, reasons), None):
+        if dist.get_rank() == 0:
+            shutil.rmtree(tmp, ignore_errors=True)  # else the disk stays full
+        raise OSError(f"can't save {final}, is the disk full? ({reason}) Make room there or set --max_ckpt_to_keep (0 keeps all); "
+                      "earlier checkpoints are untouched") from failure
+
+
+def tidy(run_dir):
+    """After a save that was killed: half-written folders go; a checkpoint set aside for one that never came goes back."""
+    for torn in run_dir.glob(".tmp_global_step_*"):
+        shutil.rmtree(torn)
+    for old in run_dir.glob(".old_global_step_*"):
+        final = old.with_name(old.name.removeprefix(".old_"))
+        shutil.rmtree(old) if final.exists() else os.rename(old, final)
+
+
 def save_checkpoint(run_dir, step, models, state, tokenizer, max_to_keep=None):
-    """Write global_step_<step>. All ranks call it.
+    """Write global_step_<step>. All ranks call it. Killed anywhere, it leaves every earlier checkpoint where it can be found.
 
     models: {"actor": (FSDP2 model, optimizer), ...}. state: JSON dict for the script. max_to_keep: delete older complete
-    checkpoints beyond this many, after the new one is whole. Raises OSError (disk full) with the earlier ones intact.
+    checkpoints beyond this many, after the new one is whole. Raises OSError (disk full) on all ranks.
     """
-    rank, final = dist.get_rank(), Path(run_dir) / f"global_step_{step}"
-    tmp = final.with_name(f".tmp_{final.name}")
-    if rank == 0:
-        for torn in Path(run_dir).glob(".tmp_global_step_*"):  # of a save that was killed
-            shutil.rmtree(torn)
-        (tmp / "rng").mkdir(parents=True)
-    dist.barrier()
+    rank, run_dir = dist.get_rank(), Path(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    final, tmp, old = (run_dir / f"{prefix}global_step_{step}" for prefix in ("", ".tmp_", ".old_"))
+    with on_all_ranks(tmp, final):
+        if rank == 0:
+            tidy(run_dir)
+            (tmp / "rng").mkdir(parents=True)
     for name, (model, optimizer) in models.items():
         weights, moments = get_state_dict(model, optimizer)
-        try:
+        with on_all_ranks(tmp, final):
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp / name)
-        except CheckpointException as error:  # a BaseException, with a traceback a rank; after a failed write a message of zip offsets
-            if rank == 0:
-                shutil.rmtree(tmp, ignore_errors=True)  # else the disk stays full
-            reason = next(iter(error.failures.values()))[0]
-            raise OSError(f"can't write {tmp / name}, is the disk full? ({reason})") from error
-        if rank == 0:
+    with on_all_ranks(tmp, final):
+        rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+        torch.save(rng, tmp / "rng" / f"rank_{rank}.pt")
+        for name, (model, _) in models.items() if rank == 0 else ():
             hf = tmp / name / "huggingface"
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the class that was trained, for merge
             model.config.save_pretrained(hf)
             tokenizer.save_pretrained(hf)
             if getattr(model, "generation_config", None) is not None:  # as text: its own save refuses what some models ship
                 (hf / "generation_config.json").write_text(model.generation_config.to_json_string())
-    rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-    torch.save(rng, tmp / "rng" / f"rank_{rank}.pt")
-    dist.barrier()
-    if rank == 0:
-        files = sorted(p for p in tmp.rglob("*") if p.is_file())
-        state = state | {"files": {str(p.relative_to(tmp)): p.stat().st_size for p in files}}
-        (tmp / "state.json").write_text(json.dumps(state, indent=1))
-        for path in [*files, tmp / "state.json", *(p for p in tmp.rglob("*") if p.is_dir()), tmp]:
-            fsync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(tmp, final)
-        latest = Path(run_dir) / "latest_checkpointed_iteration.txt"
-        latest.with_suffix(".tmp").write_text(str(step))
-        fsync(latest.with_suffix(".tmp"))
-        os.replace(latest.with_suffix(".tmp"), latest)
-        fsync(run_dir)
-        if max_to_keep:
-            for _, old in [c for c in list_checkpoints(run_dir) if c[0] <= step][:-max_to_keep]:  # later ones: of a run before this one
-                shutil.rmtree(old)
-    dist.barrier()
+    with on_all_ranks(tmp, final):
+        if rank == 0:
+            files = {str(p.relative_to(tmp)): p for p in sorted(tmp.rglob("*")) if p.is_file()}
+            state = state | {"files": {name: p.stat().st_size for name, p in files.items()}}
+            sums = {name: zlib.crc32(p.read_bytes()) for name, p in files.items() if state["files"][name] <= SMALL}
+            state["crc32"] = sums | {"state.json": zlib.crc32(json.dumps(state).encode())}
+            (tmp / "state.json").write_text(json.dumps(state, indent=1))
+            latest = run_dir / "latest_checkpointed_iteration.txt"
+            latest.with_suffix(".tmp").write_text(str(step))
+            for path in [*tmp.rglob("*"), tmp, latest.with_suffix(".tmp")]:
+                fsync(path)
+            if final.exists():  # from here on nothing needs room on the disk
+                os.rename(final, old)
+            os.rename(tmp, final)
+            fsync(run_dir)
+            os.replace(latest.with_suffix(".tmp"), latest)
+            fsync(run_dir)
+            tidy(run_dir)  # the one set aside
+            if max_to_keep:
+                earlier = [c for c in list_checkpoints(run_dir) if c[0] <= step]  # later ones: of a run before this one
+                whole = [n for n, path in earlier if why_incomplete(path) is None]
+                for n, path in earlier:
+                    if n < whole[-max_to_keep:][0]:
+                        shutil.rmtree(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Find
 
 
 def list_checkpoints(run_dir):
-    """[(step, path)] of all global_step_N, oldest first."""
-    found = [p for p in Path(run_dir).glob("global_step_*") if p.name.split("_")[-1].isdigit()]
-    return sorted((int(p.name.split("_")[-1]), p) for p in found)
+    """[(step, path)] of all global_step_N, oldest first; path is .old_global_step_N where a save was killed between two renames."""
+    found = {}
+    for pattern in (".old_global_step_*", "global_step_*"):
+        found |= {int(p.name.split("_")[-1]): p for p in Path(run_dir).glob(pattern) if p.name.split("_")[-1].isdigit()}
+    return sorted(found.items())
 
 
 def why_incomplete(path):
     """None for a whole checkpoint, else the reason in a few words."""
-    if not (Path(path) / "state.json").is_file():
+    path = Path(path)
+    if not (path / "state.json").is_file():
         return "state.json is missing"
     try:
-        files = json.loads((Path(path) / "state.json").read_text())["files"]
-    except (json.JSONDecodeError, KeyError):
+        state = json.loads((path / "state.json").read_text())
+        sums = state.pop("crc32")
+        if sums.pop("state.json") != zlib.crc32(json.dumps(state).encode()):
+            return "state.json was changed"
+    except (ValueError, KeyError, TypeError, AttributeError):
         return "state.json is torn"
-    bad = [f for f, size in files.items() if not (Path(path) / f).is_file() or (Path(path) / f).stat().st_size != size]
-    return f"{bad[0]} is missing or has another size" if bad else None
+    for name, size in state["files"].items():
+        if not (path / name).is_file() or (path / name).stat().st_size != size:
+            return f"{name} is missing or has another size"
+        if name in sums and zlib.crc32((path / name).read_bytes()) != sums[name]:
+            return f"{name} was changed"
+    return None
 
 
 def find_checkpoint(run_dir, resume_mode="auto"):
@@ -123,7 +177,10 @@ def find_checkpoint(run_dir, resume_mode="auto"):
             raise ValueError(f"--resume_mode {resume_mode} can't be resumed: {reason}; give a .../global_step_N folder, auto or disable")
         return Path(resume_mode)
     latest = Path(run_dir) / "latest_checkpointed_iteration.txt"
-    newest = int(latest.read_text()) if latest.is_file() else float("inf")  # later ones are of a run before this one
+    try:
+        newest = int(latest.read_text())  # later ones are of a run before this one
+    except (FileNotFoundError, ValueError):
+        newest = float("inf")
     for _, path in reversed([c for c in list_checkpoints(run_dir) if c[0] <= newest]):
         if (reason := why_incomplete(path)) is None:
             return path
@@ -131,12 +188,54 @@ def find_checkpoint(run_dir, resume_mode="auto"):
     return None
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Load
+
+METADATA = {("pathlib", "PosixPath"), ("torch", "Size"), ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")} | {
+    ("torch.distributed.checkpoint.metadata", name) for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")}
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Of all that a pickle can name, only what torch.distributed.checkpoint writes into .metadata."""
+
+    def find_class(self, module, name):
+        if (module, name) in METADATA or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in .metadata")
+
+
+class Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args, **kwargs):
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            MetadataUnpickler(file).load()  # first: torch's own pickle.load runs whatever the file names
+        return super().read_metadata(*args, **kwargs)
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item, value):
+        try:
+            torch.load(value, weights_only=True)  # first: torch's own loads the optimizer's settings with weights_only=False
+        except pickle.UnpicklingError as error:  # whose advice is to switch weights_only off
+            raise ValueError(f"{read_item.dest_index.fqn} is neither number nor text") from error
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def read_sharded(path, weights):
+    """Fill a nested dict of tensors in place from a folder that dcp.save wrote. ValueError if it can't be read."""
+    try:
+        dcp.load(weights, storage_reader=Reader(path), planner=Planner())
+    except CheckpointException as error:
+        raise ValueError(f"{path} can't be loaded ({reason_of(error)}); take another global_step_N or the model it was saved from") from error
+
+
 def load_checkpoint(path, models):
     """Load weights and optimizer in place, restore this rank's random number generators; returns the saved state dict."""
     path = Path(path)
     for name, (model, optimizer) in models.items():
         weights, moments = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path / name)
+        read_sharded(path / name, {"model": weights, "optimizer": moments})
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     rng_file = path / "rng" / f"rank_{dist.get_rank()}.pt"
     if rng_file.exists():  # absent when there are more ranks than when it was saved
@@ -152,7 +251,9 @@ def make_logger(args, run_dir, start_step):
     loggers, path = args.logger.split(","), run_dir / "metrics.jsonl"
     if "jsonl" in loggers:
         rows = path.read_text().splitlines() if path.exists() and start_step else []
-        path.write_text("".join(r + "\n" for r in rows if r.endswith("}") and json.loads(r)["step"] <= start_step))  # a kill may leave half a row
+        kept = [r + "\n" for r in rows if r.endswith("}") and json.loads(r)["step"] <= start_step]  # a kill may leave half a row
+        path.with_suffix(".tmp").write_text("".join(kept))
+        os.replace(path.with_suffix(".tmp"), path)  # a kill here loses no row
     if "tensorboard" in loggers:
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
@@ -192,7 +293,7 @@ def merge(local_dir, target_dir, dtype="bf16"):
     config = AutoConfig.from_pretrained(hf)
     model = getattr(transformers, config.architectures[0])._from_config(config, dtype=torch.float32)
     weights = model.state_dict()
-    dcp.load({"model": weights}, checkpoint_id=local_dir)
+    read_sharded(local_dir, {"model": weights})
     model.load_state_dict(weights)
     model.to(DTYPES[dtype])
     model.save_pretrained(target_dir)  # writes a tied weight once, and the dtype into config.json

@@ -1,15 +1,21 @@
 """The checkpoint format: what is saved comes back, on another number of ranks too; torn ones are skipped; the merged
 directory is the trainer's model. A second number of ranks runs in child processes (this file with an argument)."""
+import itertools
 import json
 import os
+import pickle
 import resource
 import shutil
+import signal
+import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -52,7 +58,7 @@ def save(run_dir, step, trainer, **options):
 
 
 def two_ranks_worker(folder):
-    """Load what one process saved, compare, save on two ranks."""
+    """Load what one process saved, compare, save on two ranks; then a save that fails on one of them."""
     grpo.init_distributed()
     trainer = load_trainer(folder / "model")
     state = merge.load_checkpoint(folder / "global_step_1", {"actor": trainer})
@@ -64,7 +70,76 @@ def two_ranks_worker(folder):
     if dist.get_rank() == 0:
         torch.save(expected, folder / "expected_2.pt")
     dist.barrier()
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    with pytest.raises(OSError, match="can't save .*global_step_3, is the disk full"):
+        save(folder, 3, trainer)
+    dist.barrier()
+    assert merge.find_checkpoint(folder) == folder / "global_step_2" and not list(folder.glob(".tmp_*"))
     dist.destroy_process_group()
+
+
+FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
+
+
+def kill_at(run_dir, k):
+    """SIGKILL to this process at the k-th time that Python touches a file or folder of run_dir."""
+    left = itertools.count(k - 1, -1)
+    def hook(event, args):  # dir_fd: inside shutil.rmtree
+        if event in FILE_EVENTS and (str(args[0]).startswith(str(run_dir)) or event in ("os.remove", "os.rmdir") and args[1] != -1) and next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+
+
+def in_a_fork(work):
+    """Run work() in a fork with a process group of its own -> its wait status."""
+    if (pid := os.fork()) == 0:
+        try:
+            grpo.init_distributed()
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def killed_saves_worker(folder, step, stride):
+    """Save `step` over copies of a run that has 10 and 20, killed at the 1st, (1 + stride)th, ... file operation, and go on from what is left."""
+    run_dir, step = folder / "killed", int(step)
+    assert in_a_fork(lambda: [save(folder / "base", n, load_trainer(folder / "model", steps=(0, n))) for n in (10, 20)]) == 0
+    before = contents(folder / "base" / "global_step_20")
+    def attempt():
+        trainer = load_trainer(folder / "model", steps=(0, 1, 2))
+        kill_at(run_dir, k)
+        merge.save_checkpoint(run_dir, step, {"actor": trainer}, {"step": step, "new": True}, demo_tokenizer(), max_to_keep=1)
+    def go_on():
+        trainer = load_trainer(folder / "model")
+        merge.load_checkpoint(found, {"actor": trainer})
+        save(run_dir, 40, trainer)
+    outcomes = []
+    for k in itertools.count(1, int(stride)):
+        shutil.rmtree(run_dir, ignore_errors=True)
+        shutil.copytree(folder / "base", run_dir)
+        status = in_a_fork(attempt)
+        assert status in (0, signal.SIGKILL), (k, status)
+        found = merge.find_checkpoint(run_dir)
+        state, after = json.loads((found / "state.json").read_text()), contents(found)
+        assert state["step"] in (20, step) and merge.why_incomplete(found) is None, (k, found)
+        assert after == before or state["new"], (k, found)
+        outcomes.append("old" if after == before else "new")
+        assert in_a_fork(go_on) == 0, k
+        left = {p.name for p in run_dir.iterdir()}
+        assert {"global_step_40", f"global_step_{state['step']}"} <= left <= {"latest_checkpointed_iteration.txt", *(f"global_step_{n}" for n in (10, 20, 30, 40))}, (k, left)
+        assert contents(run_dir / f"global_step_{state['step']}") == after
+        if status == 0:
+            break
+    assert outcomes == sorted(outcomes, reverse=True) and len(set(outcomes)) == 2, outcomes
+    print(k, outcomes)
+
+
+def contents(path):
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +182,7 @@ def test_load_gives_back_weights_moments_and_random_numbers(saved):
     assert_equal(everything(*trainer), everything(*again))  # the next step is the one that would have been
 
 
-def test_one_rank_to_two_and_back(saved):
+def test_one_rank_to_two_and_back(saved):  # fault 60
     folder, expected, _ = saved
     torch.save(expected, folder / "expected_1.pt")
     run_script(*TORCHRUN, __file__, "two_ranks_worker", folder)
@@ -182,10 +257,36 @@ def tear_half_state(path):
     os.truncate(path / "state.json", 20)
 
 
+def tear_list_state(path):
+    (path / "state.json").write_text("[1, 2]")
+
+
+def tamper_state(path):
+    text = (path / "state.json").read_text()
+    assert "0.0202" in text
+    (path / "state.json").write_text(text.replace("0.0202", "0.0303"))
+
+
+def tamper_rng(path):
+    flip(path / "rng" / "rank_0.pt")
+
+
+def tamper_weights(path):
+    flip(path / "actor" / "__0_0.distcp")
+
+
+def flip(path):
+    """Another byte in the middle, the same size."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize("tear, named", [
-    (tear_state, "state.json"), (tear_truncated, "actor/__0_0.distcp"), (tear_missing, "rng/rank_0.pt"),
-    (tear_half_state, "state.json")])
-def test_torn_checkpoint_is_named_and_skipped(run_dir, capsys, tear, named):
+    (tear_state, "state.json is missing"), (tear_truncated, "actor/__0_0.distcp is missing or has another size"),
+    (tear_missing, "rng/rank_0.pt is missing"), (tear_half_state, "state.json is torn"), (tear_list_state, "state.json is torn"),
+    (tamper_state, "state.json was changed"), (tamper_rng, "rng/rank_0.pt was changed"), (tamper_weights, "actor/__0_0.distcp was changed")])
+def test_torn_checkpoint_is_named_and_skipped(run_dir, capsys, tear, named):  # fault 59
     tear(run_dir / "global_step_20")
     (run_dir / "latest_checkpointed_iteration.txt").write_text("20")
     assert merge.find_checkpoint(run_dir) == run_dir / "global_step_10"
@@ -199,10 +300,50 @@ def test_torn_checkpoint_is_named_and_skipped(run_dir, capsys, tear, named):
     assert merge.find_checkpoint(run_dir) is None
 
 
+@pytest.mark.parametrize("latest", ["", "twenty", "30"])
+def test_latest_that_says_nothing_useful(run_dir, latest):
+    (run_dir / "latest_checkpointed_iteration.txt").write_text(latest)
+    assert merge.find_checkpoint(run_dir) == run_dir / "global_step_20"
+
+
+def test_max_to_keep_counts_whole_ones(run_dir, saved):
+    tear_state(run_dir / "global_step_20")
+    trainer = load_trainer(saved[0] / "model", steps=(0,))
+    save(run_dir, 30, trainer, max_to_keep=2)
+    assert [step for step, _ in merge.list_checkpoints(run_dir)] == [10, 20, 30]  # not only the torn one and the new one
+    save(run_dir, 40, trainer, max_to_keep=2)
+    assert [step for step, _ in merge.list_checkpoints(run_dir)] == [30, 40]
+
+
+@pytest.mark.parametrize("place", [".metadata", "optimizer"])
+def test_loading_runs_no_code_from_the_files(process_group, tmp_path, place):
+    dcp.save({"lr": Evil(tmp_path / "ran") if place == "optimizer" else 0.1}, checkpoint_id=tmp_path / "actor")
+    if place == ".metadata":
+        (tmp_path / "actor" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    with pytest.raises(ValueError, match="actor can't be loaded .*" + {".metadata": "posix.mkdir has no place in .metadata", "optimizer": "lr is neither number nor text"}[place]):
+        merge.read_sharded(tmp_path / "actor", {"lr": 0.1})
+    assert not (tmp_path / "ran").exists()
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
 def test_wrong_resume_path(run_dir):
     for wrong in (run_dir / "global_step_11", run_dir / "global_step_10" / "actor", run_dir):
         with pytest.raises(ValueError, match="give a .../global_step_N folder, auto or disable"):
             merge.find_checkpoint(run_dir, str(wrong))
+
+
+@pytest.mark.parametrize("step, stride", [(20, 19), (30, 41)])
+def test_killed_anywhere_in_a_save(tmp_path, step, stride):  # fault 59
+    """Step 20 once more over itself, or the next one; keep-N deletes 10. SLOW=1 kills at every file operation."""
+    save_model(tmp_path / "model", "qwen2 tied")
+    print(run_script(__file__, "killed_saves_worker", tmp_path, step, 1 if os.environ.get("SLOW") else stride).stdout)
 
 
 def test_leftover_of_a_killed_save(saved, tmp_path):
@@ -215,26 +356,69 @@ def test_leftover_of_a_killed_save(saved, tmp_path):
     assert not left.exists() and not (tmp_path / "global_step_5" / "actor" / "half.distcp").exists()
 
 
-def test_save_that_fails_leaves_the_earlier_ones(run_dir, saved):
-    trainer = load_trainer(saved[0] / "model", steps=(0,))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # a file may grow to 20 kB, as on a disk that fills up
-    try:
-        with pytest.raises(OSError, match="disk full"):
-            save(run_dir, 20, trainer, max_to_keep=1)
-    finally:  # and the earlier ones are intact in any case
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert [merge.why_incomplete(path) for _, path in merge.list_checkpoints(run_dir)] == [None, None]
-    assert merge.find_checkpoint(run_dir) == run_dir / "global_step_20"
-    assert not (run_dir / "latest_checkpointed_iteration.txt").exists() and not list(run_dir.glob(".tmp_*"))
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 8 MB."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_disk_full(small_disk, saved):  # fault 59
+    """It fills up at every place where a save writes: among the shards, the tokenizer's files, random numbers, state.json."""
+    trainer, earlier, ballast = load_trainer(saved[0] / "model", steps=(0,)), small_disk / "global_step_10", small_disk / "ballast"
+    shutil.copytree(saved[0] / "global_step_1", earlier)
+    latest = small_disk / "latest_checkpointed_iteration.txt"
+    latest.write_text("10")
+    needed = sum(-(-p.stat().st_size // 4096) for p in earlier.rglob("*") if p.is_file())  # pages
+    outcomes = []
+    for room in (0, 10, needed // 2, *range(needed - 10, needed + 3)):
+        disk = os.statvfs(small_disk)
+        ballast.write_bytes(bytes((disk.f_bavail - room) * disk.f_bsize))
+        try:
+            save(small_disk, 20, trainer, max_to_keep=1)
+            outcomes.append(None)
+            break
+        except OSError as error:
+            outcomes.append(str(error))
+        finally:
+            ballast.unlink()
+        assert merge.find_checkpoint(small_disk) == earlier and contents(earlier) == contents(saved[0] / "global_step_1")
+        assert not list(small_disk.glob(".tmp_*")) and latest.read_text() == "10"
+    *full, last = outcomes
+    for message in full:
+        assert f"can't save {small_disk / 'global_step_20'}, is the disk full?" in message and "GB free) Make room there or set --max_ckpt_to_keep (0 keeps all)" in message
+    print(*full, sep="\n")
+    assert last is None and len(full) > 5 and merge.find_checkpoint(small_disk) == small_disk / "global_step_20" and not earlier.exists()
+
+
+# ---- logs
+
+def test_metrics_file_of_a_resumed_run(tmp_path):  # fault 64
+    """Killed in step 23, resumed from 20: every step once, none lost."""
+    args = grpo.Args(logger="jsonl")
+    steps = lambda: [json.loads(row)["step"] for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    log = merge.make_logger(args, tmp_path, 0)
+    for step in range(23):
+        log(step, {"actor/lr": step / 7})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 23, "actor/')
+    log = merge.make_logger(args, tmp_path, 20)
+    assert steps() == list(range(21))
+    log(21, {"actor/lr": 3.0})
+    assert steps() == list(range(22)) and os.listdir(tmp_path) == ["metrics.jsonl"]
+    merge.make_logger(args, tmp_path, 0)  # from the start, because nothing had been saved
+    assert steps() == []
 
 
 # ---- merge
 
 @pytest.mark.parametrize("name", ["llama tied", "llama untied", "qwen2 tied", "qwen2 untied"])
-def test_merged_model_is_the_trainers(process_group, tmp_path, name):
+def test_merged_model_is_the_trainers(process_group, tmp_path, name):  # fault 61: one rank, tied weights, a scalar buffer
     save_model(tmp_path / "model", name)
     model, optimizer = load_trainer(tmp_path / "model", steps=(0, 1))
+    model.register_buffer("scalar", torch.tensor(3.0))
     merge.merge(save(tmp_path, 2, (model, optimizer)) / "actor", tmp_path / "merged", "fp32")
     merged, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(loading.values()), loading
@@ -261,7 +445,7 @@ def test_merged_critic_is_a_critic(process_group, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama tied", "llama untied"])
-def test_merged_dtype_and_size(process_group, tmp_path, name):
+def test_merged_dtype_and_size(process_group, tmp_path, name):  # fault 63
     from safetensors.torch import load_file
     save_model(tmp_path / "model", name)
     model, optimizer = load_trainer(tmp_path / "model", steps=(0,))
@@ -312,4 +496,4 @@ def test_wrong_folder(saved, tmp_path):
 
 
 if __name__ == "__main__":
-    {"two_ranks_worker": two_ranks_worker}[sys.argv[1]](Path(sys.argv[2]))
+    {"two_ranks_worker": two_ranks_worker, "killed_saves_worker": killed_saves_worker}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
