@@ -48,22 +48,26 @@ def test_math_is_math_verify():
         assert grade(c["response"], c["gold"], "math") == c["math_verify"], c
 
 
-# ---- faults seen in public, each with its numbers
+# ---- faults seen in public, each with its number
 
 @pytest.mark.parametrize("response, truth, score", [
-    ("6*7=42\n#### 42\n" + 120 * "ok. ", "42", 1),                     # marker far from the end
-    ("#### 15\nWait, I forgot the tip.\n#### 18", "18", 1), ("#### 15\nWait, I forgot the tip.\n#### 18", "15", 0),
+    ("6*7=42\n#### 42\n" + 120 * "ok. ", "42", 1),                     # fault 1: marker far from the end
+    ("#### 15\nWait, I forgot the tip.\n#### 18", "18", 1), ("#### 15\nWait, I forgot the tip.\n#### 18", "15", 0),  # fault 2
     ("#### $1,250", "1250", 1), (r"#### \$1,250", "1250", 1), ("#### 1,250 dollars", "1250", 1),
-    ("#### 12,50", "1250", 0), ("#### 12,50", "12.5", 0), ("#### 12,50", "50", 0),  # malformed grouping is not read
-    ("#### ,", "0", 0),
-    ("#### -7", "-7", 1), ("#### -7", "7", 0), ("#### −7", "7", 0), ("#### - 7", "-7", 1), ("#### -$7", "-7", 1),
+    ("#### 12,50", "1250", 0), ("#### 12,50", "12.5", 0), ("#### 12,50", "50", 0),  # fault 3: malformed grouping is not read
+    ("#### ,", "0", 0),  # fault 5
+    ("#### -7", "-7", 1), ("#### -7", "7", 0), ("#### −7", "7", 0), ("#### - 7", "-7", 1), ("#### -$7", "-7", 1),  # fault 6
     ("#### 3/4", "0.75", 1), ("#### 3/4", "3", 0), ("#### 3/4", "4", 0), (r"#### \frac{3}{4}", "0.75", 1),
     (r"#### -\frac34", "-0.75", 1), (r"#### 1\frac{3}{4}", "1.75", 1), ("#### -1 1/2 cups", "-1.5", 1), ("#### 1½", "1.5", 1), ("#### ½", "0.5", 1),
-    ("#### 12.5%", "12.5", 1), (r"#### 12.5\%", "12.5", 1), ("#### 12.5%", "0.125", 0), ("#### 6 eggs", "6", 1),
-    ("", "", 0), ("#### ", "", 0), ("I can't say", None, 0), ("#### 0", None, 0),  # an empty truth equals nothing
+    ("#### 12.5%", "12.5", 1), (r"#### 12.5\%", "12.5", 1), ("#### 12.5%", "0.125", 0), ("#### 6 eggs", "6", 1),  # fault 8
+    ("", "", 0), ("#### ", "", 0), ("I can't say", None, 0), ("#### 0", None, 0),  # fault 16: an empty truth equals nothing
 ])
 def test_public_faults(response, truth, score):
     assert grade(response, truth) == score
+
+
+def test_no_number_is_no_answer():  # fault 5
+    assert reward.grade("#### ,", "18", "robust") == reward.grade("#### .", "18", "flexible") == (0.0, False)
 
 
 def test_an_unreadable_truth_is_not_a_wrong_answer():
@@ -75,7 +79,7 @@ def test_an_unreadable_truth_is_not_a_wrong_answer():
     ("20-7=13\n#### 13", "13"), ("range 5-8", "8"), ("So it is 45, and we stop , then .", "45"), ("we get 1.8 × 10^3", "1800"),
     ("half of it, i.e. 3/4.", "0.75"), ("...5", "5"), ("so x = -5", "-5"), ("所以答案是18。" * 200, "18"), ("18.", "18"),
 ])
-def test_flexible_takes_the_last_number(response, number):
+def test_flexible_takes_the_last_number(response, number):  # faults 5 and 6
     assert reward.grade(response, number, "flexible") == (1.0, True)
     assert grade(response, number[1:] if number[0] == "-" else "-" + number, "flexible") == 0
 
@@ -140,7 +144,7 @@ def test_hostile_megabytes(method):
 # ---- the scorer
 
 USER = """
-    import math, os, subprocess, sys, time
+    import math, os, signal, subprocess, sys, time
     print("imported")
 
     def score(data_source, solution_str, ground_truth, extra_info):
@@ -149,9 +153,13 @@ USER = """
         match solution_str:
             case "hang": time.sleep(3600)
             case "die": os._exit(7)
+            case "kill": os.kill(os.getpid(), signal.SIGKILL)
+            case "kill group": os.killpg(0, signal.SIGKILL)
+            case "abort": os.abort()
             case "raise": raise KeyError("boom")
             case "exit": sys.exit(3)
-            case "hog": return len(bytearray(3 * 2**30))
+            case "hog": return len(bytearray(10 * 2**30))
+            case "grow": return len([bytearray(2**26) for _ in range(160)])
             case "nan": return math.nan
             case "inf": return {"score": math.inf}
             case "string": return "1.0"
@@ -175,9 +183,10 @@ def user(tmp_path_factory):
     return path
 
 
-def test_a_bad_item_costs_only_itself(user):
-    bad = {"hang": "time limit of 0.7 s", "die": "exit code 7", "raise": r"KeyError: 'boom' (mine.py:11)", "exit": "SystemExit: 3",
-           "hog": "memory limit of 1 GiB", "nan": "'nan' (float), not a finite", "inf": "'inf' (float), not a finite",
+def test_a_bad_item_costs_only_itself(user):  # fault 14: NaN, inf and a string are errors of the item; 10: an exception is no wrong answer
+    bad = {"hang": "time limit of 0.7 s", "die": "exit code 7", "raise": r"KeyError: 'boom' (mine.py:14)", "exit": "SystemExit: 3",
+           "kill": "exit code -9", "kill group": "exit code -9", "abort": "exit code -6", "hog": "memory limit of 1 GiB", "grow": "memory limit of 1 GiB",
+           "nan": "'nan' (float), not a finite", "inf": "'inf' (float), not a finite",
            "string": "'1.0' (str), not a finite number", "none": "(NoneType)", "dict": "dict without 'score', only ['fmt']"}
     with reward.Scorer(f"{user}:score", timeout=0.7, memory_gb=1) as scorer:
         for _ in range(2):  # again: the restarted workers work
@@ -191,7 +200,7 @@ def test_a_bad_item_costs_only_itself(user):
         assert reward.summarize(scores)["reward/error_frac"] == pytest.approx(1 / 3)
 
 
-def test_mixed_returns(user):
+def test_mixed_returns(user):  # fault 12
     with reward.Scorer(f"{user}:score") as scorer:
         scores = scorer.score([item("18"), item("mixed"), item("17"), item("dict")])
         assert scorer.score([]) == []
@@ -221,7 +230,7 @@ def test_a_function_that_cannot_be_loaded(user, reward_fn, message):
         reward.Scorer(reward_fn)
 
 
-def test_any_thread_may_score():
+def test_any_thread_may_score():  # fault 10
     with reward.Scorer() as scorer, ThreadPoolExecutor(4) as threads:
         batches = list(threads.map(lambda n: scorer.score([item("#### 5", str(5 + n)), item("#### 5", "5")]), range(4)))
     assert [[s.score for s in b] for b in batches] == [[1, 1], [0, 1], [0, 1], [0, 1]]
@@ -235,7 +244,7 @@ def test_math_in_an_auto_scorer_despite_a_short_limit_and_unknown_sources():
     assert [s.score for s in scores[:2]] == [1, 1] and "acme/quiz" in scores[2].error and "time limit" in scores[3].error
 
 
-def test_no_answer_is_reported_and_warned_of():
+def test_no_answer_is_reported_and_warned_of():  # fault 9
     responses = [item(r"\boxed{24}", "24")] * 4
     with reward.Scorer("strict") as scorer:
         scores = scorer.score(responses)
