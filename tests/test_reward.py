@@ -159,7 +159,7 @@ USER = """
             case "raise": raise KeyError("boom")
             case "exit": sys.exit(3)
             case "hog": return len(bytearray(10 * 2**30))
-            case "grow": return len([bytearray(2**26) for _ in range(160)])
+            case "grow": return len([bytes(2**26) for _ in range(160)])
             case "nan": return math.nan
             case "inf": return {"score": math.inf}
             case "string": return "1.0"
