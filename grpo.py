@@ -88,16 +88,44 @@ class Args:
     rollout_logprobs: float = 0.0625                     # share of responses whose engine log-probs are compared with the trainer's
     enforce_eager: bool = False                          # vLLM without CUDA graphs: starts faster, runs slower
     # algorithm
-    adv_estimator: Literal["grpo"] = "grpo"              # advantage
+    adv_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "grpo_passk"] = "grpo"  # advantage
     norm_adv_by_std_in_grpo: bool = True                 # false: no division by the group's std (Dr. GRPO)
+    gamma: float = 1.0                                   # discount of reinforce_plus_plus
+    loss: Literal["vanilla", "gspo", "cispo", "geo_mean", "sapo", "gpg", "clip_cov", "kl_cov"] = "vanilla"  # policy loss; vanilla: PPO's clip
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"  # token losses -> one
-    clip_ratio_low: float = 0.2                          # ratio is clipped to [1 - low, 1 + high]
+    clip_ratio_low: float = 0.2                          # ratio is clipped to [1 - low, 1 + high]; geo_mean: its log to [-low, high]
     clip_ratio_high: float = 0.2                         # 0.28 is DAPO's clip-higher
-    clip_ratio_c: float = 3.0                            # dual clip: bound of the loss at negative advantage; 0: off
+    clip_ratio_c: float = 3.0                            # vanilla's dual clip: bound of the loss at negative advantage; 0: off
+    tau_pos: float = 1.0                                 # sapo: steepness of the gate at positive advantage
+    tau_neg: float = 1.05                                # at negative advantage
+    clip_cov_ratio: float = 0.0002                       # clip_cov: share of tokens that lose their gradient
+    clip_cov_lb: float = 1.0                             # among those with a covariance above this
+    clip_cov_ub: float = 5.0                             # and below this
+    kl_cov_ratio: float = 0.0002                         # kl_cov: share of tokens that pay
+    ppo_kl_coef: float = 0.1                             # this times |log-ratio|
     entropy_coeff: float = 0.0                           # entropy bonus
     use_kl_loss: bool = False                            # KL to the reference model (the initial one) in the loss
     kl_loss_coef: float = 0.001                          # its weight
-    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "low_var_kl+", "k3+"] = "low_var_kl"  # estimator
+    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"] = "low_var_kl"  # estimator; +: k2's gradient
+    use_kl_in_reward: bool = False                       # KL to the reference model as a cost of each token
+    kl_coef: float = 0.001                               # its weight
+    kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"  # estimator
+    kl_ctrl: Literal["fixed", "adaptive"] = "fixed"      # adaptive: kl_coef moves until the KL is kl_target
+    kl_target: float = 0.1                               # nats a token
+    kl_horizon: int = 10000                              # responses; larger: slower
+    ref_ema_steps: int = 0                               # every so many steps the reference moves towards the policy; 0: never
+    ref_ema_alpha: float = 0.6                           # share of the policy in it then
+    rollout_is: Literal["none", "token", "sequence"] = "none"  # truncated importance weights, trainer's probability over the engine's
+    rollout_is_threshold: float = 2.0                    # their upper bound
+    rollout_is_batch_normalize: bool = False             # divide them by their mean
+    rollout_rs: str = "none"                             # leave out what that ratio is out of bounds for: token|sequence, or verl's seq_mean_k3, ...
+    rollout_rs_threshold: str = "0.5_2.0"                # bounds of the ratio, lower_upper (or the upper bound of k2, k3)
+    filter_groups: bool = False                          # dynamic sampling: prompts with equal scores make room for further ones
+    max_num_gen_batches: int = 10                        # after so many batches train on what is there; 0: no limit
+    overlong_buffer_len: int = 0                         # tokens before max_response_length in which the reward falls; 0: off
+    overlong_penalty_factor: float = 1.0                 # by so much
+    mask_truncated: bool = False                         # responses cut at max_response_length are not trained on
+    length_penalty: float = 0.0                          # reward lost by a response of max_response_length, shorter ones in proportion
     # reward
     reward_fn: str = "auto"                              # auto|robust|strict|flexible|boxed|verl_strict|math or path.py:function
     reward_timeout: float = 10.0                         # seconds an item may take
@@ -125,8 +153,8 @@ def parse_args(cls, argv=None):
     boolean = lambda s: ["false", "true", "0", "1"].index(s.lower()) % 2 == 1  # anything else is the ValueError that argparse expects
     boolean.__name__ = "true/false"
     comments = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.M))
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=150))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="%(prog)s [--option value ...]", allow_abbrev=False,
+                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=62, width=180))
     for field in dataclasses.fields(cls):
         literal = get_origin(field.type) is Literal
         names = ["--n", "--rollout_n"] if field.name == "n" else [f"--{field.name}"]
@@ -166,6 +194,8 @@ def check(args, world):
         raise ValueError(f"--seed {args.seed} must be 0 or more")
     if not 0 < args.gpu_memory_utilization < 1:
         raise ValueError(f"--gpu_memory_utilization {args.gpu_memory_utilization} must lie between 0 and 1")
+    if args.kl_ctrl == "adaptive" and args.kl_horizon <= args.train_batch_size * args.n / 5:
+        raise ValueError(f"--kl_horizon {args.kl_horizon} is too short for the {args.train_batch_size * args.n} responses of a step: raise it")
     if args.clip_ratio_c and args.clip_ratio_c <= 1:
         raise ValueError(f"--clip_ratio_c {args.clip_ratio_c} must be above 1 (or 0 for no dual clip)")
     if unknown := set(args.logger.split(",")) - {"console", "jsonl", "tensorboard", "wandb"}:
@@ -242,8 +272,9 @@ AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)
 
 
 def head_logprobs(hidden, weight, bias, labels, temperature, entropy_grad):
-    """hidden (R, H), weight (V, H), labels (R,) -> log-probs (R,) and entropies (R,), fp32."""
-    logits = F.linear(hidden, weight, bias).float() / temperature
+    """hidden (R, H), weight (V, H), labels (R,) -> log-probs (R,) and entropies (R,), at least fp32."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logp = logits.gather(-1, labels[:, None])[:, 0] - logits.logsumexp(-1)
     z = logits if entropy_grad else logits.detach()
     p = z.softmax(-1)
@@ -318,6 +349,16 @@ def move(model, optimizer, args, device):
             state |= {k: v.to(device) for k, v in state.items() if torch.is_tensor(v) and v.dim() > 0}
 
 
+@torch.no_grad()
+def move_reference(ref, model, alpha):
+    """ref <- (1 - alpha) ref + alpha policy (TR-DPO, 2404.09656), each rank its shard."""
+    for module in (ref, model):
+        if hasattr(module, "reshard"):
+            module.reshard()  # after a forward without gradient FSDP2 leaves the root's parameters unsharded
+    for r, p in zip(ref.parameters(), model.parameters(), strict=True):
+        r.lerp_(p.detach(), alpha)
+
+
 def pack(samples, device):
     """Lay samples end to end, prompt and response -> model inputs, labels.
 
@@ -369,55 +410,250 @@ def batch_logprobs(model, samples, offsets, args, device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The algorithm
+# Rewards and advantages: float64 on the CPU. N responses, their R tokens one after the other, group (N,) int numbers the prompts.
 
-def group_advantages(rewards, group, norm_by_std=True):
-    """GRPO: (R - mean) / (std + 1e-6) inside each prompt's group (arXiv 2402.03300); without the std it is Dr. GRPO's (2503.20783).
+def sum_by(index, values, size):
+    """Sums (size,) of the values that share an index."""
+    return torch.zeros(size, dtype=values.dtype, device=values.device).index_add(0, index, values)
 
-    rewards (N,): NaN is a missing reward: its advantage is 0 and the others do without it. group (N,) int: rows with the
-    same number answer the same prompt, in any order. Sample std. A group whose rewards are all equal, or of one, is
-    exactly 0: tested on max and min, because the rounding of a float mean divided by a tiny std is not. float64 -> (N,).
+
+def overlong_penalty(lengths, max_length, buffer, factor):
+    """DAPO's soft punishment (2503.14476, eq. 13): 0 up to max_length - buffer, from there linearly down to -factor at max_length and beyond.
+    buffer 0: none.  (N,) -> (N,)"""
+    return -factor * ((lengths - (max_length - buffer)) / max(buffer, 1)).clamp(0, 1 if buffer else 0).double()
+
+
+def varied_groups(rewards, group):
+    """Which prompts (G,) got unequal rewards; NaN: missing. By max and min, because the rounding of equal rewards' mean and std isn't 0."""
+    size = int(group.max()) + 1
+    high, low = (torch.full((size,), worst, dtype=torch.float64).scatter_reduce(0, group, rewards.double().nan_to_num(worst), reduce)
+                 for worst, reduce in ((-math.inf, "amax"), (math.inf, "amin")))
+    return high - low > 1e-6
+
+
+def fill_batch(draw, size, limit):
+    """Dynamic sampling (DAPO): draw() groups of (.., score) responses until `size` of them have unequal scores, at most `limit` times (0: no limit).
+
+    Returns `size` groups, the varied ones first in the order they were drawn, filled up with constant ones; how many of them are
+    varied; and counters.
     """
-    rewards, present = rewards.double().nan_to_num(0.0), ~rewards.isnan()
-    zeros = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
-    count = zeros.scatter_add(0, group, present.double()).clamp(min=1)
-    mean = zeros.scatter_add(0, group, rewards * present) / count
-    centred = (rewards - mean[group]) * present
-    low = (zeros + math.inf).scatter_reduce(0, group, rewards.masked_fill(~present, math.inf), "amin")
-    high = (zeros - math.inf).scatter_reduce(0, group, rewards.masked_fill(~present, -math.inf), "amax")
-    std = (zeros.scatter_add(0, group, centred**2) / (count - 1).clamp(min=1)).sqrt()
-    advantages = centred / (std[group] + 1e-6) if norm_by_std else centred
-    return torch.where((high - low > 1e-6)[group], advantages, 0.0)
+    kept, dropped, rounds = [], [], 0
+    while len(kept) < size and (limit <= 0 or rounds < limit):
+        rounds += 1
+        for group in draw():
+            scores = torch.tensor([response[-1].score for response in group])
+            (kept if varied_groups(scores, torch.zeros(len(group), dtype=torch.long)).item() else dropped).append(group)
+    counters = {"gen_batches": rounds, "groups_varied": min(len(kept), size), "groups_constant": len(dropped), "groups_surplus": max(0, len(kept) - size),
+                "sampled_score_mean": float(np.nanmean([response[-1].score for group in kept + dropped for response in group]))}
+    return (kept + dropped)[:size], min(len(kept), size), counters
 
+
+def kl_in_reward(token_rewards, old_logp, ref_logp, row, size, kind, coef):
+    """Per-token rewards less coef * KL to the reference (R,), and the KL: mean over all ranks' rows of a row's token mean, as verl's controller sees it."""
+    kl = kl_penalty(old_logp, ref_logp, kind)
+    means = sum_by(row, kl, size) / sum_by(row, torch.ones_like(kl), size).clamp(min=1)
+    total, rows = all_sum(means.sum(), size)
+    return token_rewards - coef * kl, total / rows, rows
+
+
+def next_kl_coef(args, coef, kl, rows):
+    """--kl_ctrl adaptive (1909.08593): after `rows` responses whose KL was `kl`, a proportional step towards --kl_target."""
+    if args.kl_ctrl == "fixed":
+        return coef
+    return coef * (1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * rows / args.kl_horizon)
+
+
+def returns_to_go(token_rewards, lengths, gamma):
+    """Discounted sum of a response's rewards from each of its tokens on.  (R,), (N,) -> (R,)"""
+    return torch.cat([torch.tensor(list(itertools.accumulate(reversed(rewards.tolist()), lambda later, reward: reward + gamma * later))[::-1], dtype=torch.float64)
+                      for rewards in token_rewards.split(lengths.tolist())])
+
+
+def whiten(values, mask):
+    """Zero mean and unit (sample) variance over the unmasked tokens of all ranks; 0 where masked, and everywhere if fewer than two or all equal."""
+    values = torch.where(mask, values, 0.0)
+    count, total = all_sum(mask.sum(), values.sum())
+    mean = total / max(count, 1)
+    centred = torch.where(mask, values - mean, 0.0)
+    variance = all_sum(centred.square().sum())[0] / max(count - 1, 1)
+    return centred * (variance + 1e-8) ** -0.5 if variance > 1e-12 else torch.zeros_like(values)
+
+
+def group_advantages(kind, rewards, group, lengths=None, norm_by_std=True):
+    """A response's reward against those of its siblings, by --adv_estimator.  (N,) -> (N,)
+
+    rewards: NaN is a missing reward: its advantage is 0 and the others do without it. group: rows with the same number answer the
+    same prompt, in any order, all on one rank. lengths (N,): tokens, for opo. A group whose rewards are all equal, or of one, is exactly 0.
+    """
+    present, varied, size = ~rewards.isnan(), varied_groups(rewards, group)[group], int(group.max()) + 1
+    rewards = rewards.double().nan_to_num(0.0)
+    count = sum_by(group, present.double(), size).clamp(min=1)
+    centred = rewards - (sum_by(group, rewards, size) / count)[group]
+    variance = sum_by(group, torch.where(present, centred, 0.0).square(), size) / (count - 1).clamp(min=1)
+    scale = variance.sqrt()[group] + 1e-6 if norm_by_std else 1.0
+    if kind == "grpo":                            # 2402.03300: sample std. Without it Dr. GRPO, 2503.20783
+        result = centred / scale
+    elif kind == "rloo":                          # 2402.14740: the mean of the others as baseline
+        result = centred * (count / (count - 1).clamp(min=1))[group]
+    elif kind == "reinforce_plus_plus_baseline":  # 2501.03262: whitened over all tokens afterwards
+        result = centred
+    elif kind == "opo":                           # 2505.23585: siblings weighted by their length
+        tokens = lengths * present
+        result = rewards - (sum_by(group, rewards * tokens, size) / sum_by(group, tokens, size).clamp(min=1))[group]
+    elif kind == "gpg":                           # 2504.02546, F = 1: scaled up by the share of constant groups. verl counts scores of 0 instead
+        total, useful = all_sum(present.sum(), (present & varied).sum())
+        result = centred * total / max(useful, 1)
+    elif kind == "grpo_passk":                    # 2503.19595: the best alone, by its lead over the second
+        best = torch.zeros(size, dtype=torch.float64).scatter_reduce(0, group, rewards.masked_fill(~present, -math.inf), "amax", include_self=False)
+        first = present & (rewards == best[group])
+        second = torch.zeros(size, dtype=torch.float64).scatter_reduce(0, group, rewards.masked_fill(~present | first, -math.inf), "amax", include_self=False)
+        result = torch.where(first & (sum_by(group, first.long(), size) == 1)[group], rewards - second[group], 0.0) / scale
+    return torch.where(present & varied, result, 0.0)
+
+
+def token_advantages(args, rewards, token_rewards, lengths, group, mask, baselines=None):
+    """Advantage of every response token, by --adv_estimator.
+
+    rewards (N,): given at the end of a response; NaN is missing. token_rewards (R,): given on the way (KL). mask (R,): tokens trained on;
+    the others get 0. baselines (N,): rewards of the greedy answers, for remax. -> (R,)
+    """
+    row = torch.arange(len(lengths)).repeat_interleave(lengths)
+    if args.adv_estimator in ("reinforce_plus_plus", "remax"):
+        ends = (lengths.cumsum(0) - 1)[lengths > 0]
+        returns = returns_to_go(token_rewards.index_add(0, ends, rewards[lengths > 0]), lengths, args.gamma)
+        result = whiten(returns, mask) if args.adv_estimator == "reinforce_plus_plus" else returns - baselines[row]  # 2501.03262, 2310.10505
+    else:
+        result = group_advantages(args.adv_estimator, rewards + sum_by(row, token_rewards, len(lengths)), group, lengths, args.norm_adv_by_std_in_grpo)[row]
+        result = whiten(result, mask) if args.adv_estimator == "reinforce_plus_plus_baseline" else result
+    return torch.where(mask, result, 0.0)
+
+
+def rejection_rules(args):
+    """--rollout_rs and its thresholds -> [(statistic, lowest, highest value to keep)]; ValueError if they can't be read."""
+    rules = []
+    for name, bounds in zip(args.rollout_rs.split(","), args.rollout_rs_threshold.split(","), strict=True) if args.rollout_rs != "none" else ():
+        name = {"token": "token_k1", "sequence": "seq_sum_k1"}.get(name, name)
+        if not re.fullmatch(r"(token|seq_sum|seq_mean)_k[123]|seq_max_k[23]", name):
+            raise ValueError(f"no statistic {name}")
+        *low, high = map(float, bounds.split("_"))
+        low = low[0] if low else 1 / high
+        rules.append((name, math.log(low) if low else -math.inf, math.log(high)) if name.endswith("k1") else (name, -math.inf, high))
+    return rules
+
+
+def rollout_correction(args, log_ratio, lengths, mask):
+    """Weights (R,) for the loss and tokens (R,) to keep against the gap between engine and trainer; metrics as (sum, count) over this rank's tokens.
+
+    log_ratio (R,): log of trainer's over engine's probability of each token, before the update; all bounds are bounds of that ratio
+    (verl's k1 bounds are of its inverse). --rollout_is truncates the ratio from above (https://fengyao.notion.site/off-policy-rl);
+    --rollout_rs masks out what leaves its bounds: verl's names, such as token_k1 or seq_mean_k3, several of them all to be met.
+    """
+    size, count, keep = len(lengths), lengths.double(), mask
+    row = torch.arange(size).repeat_interleave(lengths)
+    q = torch.where(mask, log_ratio, 0.0)
+    count = sum_by(row, mask.double(), size).clamp(min=1)
+    weights, metrics = torch.ones_like(q), {}
+    if args.rollout_is != "none":
+        weights = (sum_by(row, q, size)[row] if args.rollout_is == "sequence" else q).clamp(-20, 20).exp().clamp(max=args.rollout_is_threshold) * mask
+        tokens, total, squares = all_sum(mask.sum(), weights.sum(), weights.square().sum())
+        metrics = {"rollout/is_mean": total / max(tokens, 1), "rollout/is_eff_sample_size": total**2 / max(tokens * squares, 1e-9)}
+        if args.rollout_is_batch_normalize:  # mean over tokens, or over responses
+            share = mask / (count[row] if args.rollout_is == "sequence" else 1.0)
+            total, number = all_sum((weights * share).sum(), share.sum())
+            weights = weights * number / max(total, 1e-9)
+    for name, low, high in rejection_rules(args):
+        level, kind = name.rsplit("_", 1)
+        value = {"k1": q, "k2": q.square() / 2, "k3": q.expm1() - q}[kind]
+        if level == "seq_max":
+            value = torch.zeros(size, dtype=q.dtype).scatter_reduce(0, row, value, "amax")[row]
+        elif level != "token":
+            value = (sum_by(row, value, size) / (count if level == "seq_mean" else 1.0))[row]
+        keep = keep & (value <= high) & (value >= low)
+    return weights, keep, metrics
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses: 1-D over the R response tokens of a micro-batch
 
 def loss_weights(lengths, mode, tokens, rows, max_length):
     """Weight of each response's token losses so that the plain sum over all micro-batches and ranks is the aggregated loss.
 
     lengths (N,): trained tokens a response. tokens, rows: trained tokens, and responses that have any, in the whole
-    mini-batch on all ranks. max_length: the constant C of Dr. GRPO. Returns (N,) float32.
+    mini-batch on all ranks. max_length: the constant C of Dr. GRPO. Returns (N,) float64.
     """
-    weight = {"token-mean": torch.full_like(lengths, 1 / max(tokens, 1), dtype=torch.float64),              # DAPO, 2503.14476
-              "seq-mean-token-sum": torch.full_like(lengths, 1 / max(rows, 1), dtype=torch.float64),
-              "seq-mean-token-mean": 1 / (max(rows, 1) * lengths.clamp(min=1).double()),                     # GRPO, 2402.03300
-              "seq-mean-token-sum-norm": torch.full_like(lengths, 1 / (max(rows, 1) * max_length), dtype=torch.float64)}  # Dr. GRPO, 2503.20783
-    return weight[mode].float()
+    divisor = {"token-mean": tokens,                                   # DAPO, 2503.14476
+               "seq-mean-token-sum": rows,
+               "seq-mean-token-mean": rows * lengths.clamp(min=1),     # GRPO, 2402.03300
+               "seq-mean-token-sum-norm": rows * max_length}[mode]     # Dr. GRPO, 2503.20783
+    return 1 / torch.as_tensor(divisor, dtype=torch.float64).clamp(min=1).expand(len(lengths))
 
 
-def policy_loss(logp, old_logp, advantages, low=0.2, high=0.2, c=3.0):
-    """PPO's clipped loss per token (arXiv 1707.06347) with separate bounds (DAPO) and dual clip (1912.09729).
+def row_mean(values, row, mask):
+    """Mean over the unmasked tokens of each row, at all of its tokens. row (R,): number of each token's response.  (R,) -> (R,)"""
+    size = int(row.max()) + 1 if len(row) else 0
+    return (sum_by(row, torch.where(mask, values, 0.0), size) / sum_by(row, mask.to(values.dtype), size).clamp(min=1))[row]
 
-    All (R,). c bounds the loss of negative advantages at -c A; 0: off. The log-ratio is clamped to +-20 as in verl, with no
-    gradient outside. Returns the loss (R,) and per-token metrics (R,).
+
+def covariant_tokens(args, logp, old_logp, advantages, mask, luck):
+    """Tokens (R,) whose covariance of advantage and log-prob Clip-Cov and KL-Cov (2505.22617) act on, chosen over the mini-batch of all ranks.
+
+    logp: under the weights of now. mask: this rank's trained tokens of the mini-batch. Clip-Cov: a random clip_cov_ratio of all tokens among
+    the unclipped ones with a covariance between clip_cov_lb and clip_cov_ub, in the order of luck (R,); KL-Cov: the kl_cov_ratio with
+    the highest. At least one, and all that share the last place. verl chooses inside each micro-batch.
     """
-    log_ratio = (logp - old_logp).clamp(-20, 20)
-    ratio = log_ratio.exp()
+    logp, old_logp, advantages = (torch.where(mask, x.double().cpu(), 0.0) for x in (logp, old_logp, advantages))
+    tokens, sum_logp, sum_advantages = all_sum(mask.sum(), logp.sum(), advantages.sum())
+    covariance = (advantages - sum_advantages / tokens) * (logp - sum_logp / tokens)
+    if args.loss == "clip_cov":
+        ratio, share = (logp - old_logp).exp(), args.clip_cov_ratio
+        unclipped = advantages * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high) >= advantages * ratio
+        mask = mask & unclipped & (covariance > args.clip_cov_lb) & (covariance < args.clip_cov_ub)
+        rank_by = luck
+    else:
+        rank_by, share = covariance, args.kl_cov_ratio
+    count, everyone = max(1, int(share * tokens)), [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sorted(rank_by[mask].tolist(), reverse=True)[:count])
+    best = sorted(itertools.chain(*everyone), reverse=True)[:count]
+    return mask & (rank_by >= best[-1]) if best else torch.zeros_like(mask)
+
+
+def policy_loss(args, logp, old_logp, advantages, row, mask, chosen=None, weights=None):
+    """The loss of each token, by --loss: a table of the literature. All (R,) -> loss (R,) and per-token metrics (R,).
+
+    row: number of each token's response; mask: trained tokens (a sequence's ratio is made of them); chosen: covariant_tokens();
+    weights: rollout_correction()'s. The log-ratio is clamped to +-20 as in verl, with no gradient outside.
+    """
+    low, high, log_ratio = args.clip_ratio_low, args.clip_ratio_high, logp - old_logp
+    metrics, ratio = {"ppo_kl": -log_ratio.detach()}, log_ratio.clamp(-20, 20).exp()
+    if args.loss == "gspo":           # 2507.18071: the ratio of the sequence, in its token form
+        ratio = (logp - logp.detach() + row_mean(log_ratio, row, mask).detach()).clamp(max=10).exp()
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
-    loss = torch.maximum(plain, clipped)
-    metrics = {"pg_clipfrac": (clipped > plain).float(), "ppo_kl": -(logp - old_logp).detach()}
-    if c:
-        metrics["pg_clipfrac_lower"] = ((loss > -c * advantages) & (advantages < 0)).float()
-        loss = torch.where(advantages < 0, torch.minimum(loss, -c * advantages), loss)
-    return loss, metrics
+    if args.loss in ("vanilla", "gspo", "clip_cov"):  # PPO, 1707.06347; bounds of their own: DAPO, 2503.14476
+        loss = torch.maximum(plain, clipped)
+        metrics["pg_clipfrac"] = clipped > plain
+    if args.loss == "vanilla" and args.clip_ratio_c:  # dual clip, 1912.09729
+        metrics["pg_clipfrac_lower"] = (loss > -args.clip_ratio_c * advantages) & (advantages < 0)
+        loss = torch.where(advantages < 0, torch.minimum(loss, -args.clip_ratio_c * advantages), loss)
+    elif args.loss == "clip_cov":     # 2505.22617: no gradient through the chosen tokens
+        loss = torch.where(chosen, 0.0, loss)
+        metrics["pg_clipfrac"] = chosen
+    elif args.loss == "kl_cov":       # 2505.22617: the chosen tokens are held back, nothing is clipped
+        loss = plain + torch.where(chosen, args.ppo_kl_coef * log_ratio.abs(), 0.0)
+    elif args.loss == "cispo":        # 2506.13585: REINFORCE weighted by the clipped ratio; its value means nothing
+        loss = -ratio.clamp(1 - low, 1 + high).detach() * advantages * logp
+        metrics["pg_clipfrac"] = (ratio < 1 - low) | (ratio > 1 + high)
+    elif args.loss == "sapo":         # 2511.20347: a soft gate of slope 1 at ratio 1
+        tau = torch.where(advantages > 0, args.tau_pos, args.tau_neg)
+        loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    elif args.loss == "geo_mean":     # 2507.20673: geometric mean of the sequence's ratios; bounds are of the log-ratio
+        bounded = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
+        loss = -row_mean(advantages, row, mask) * row_mean(bounded, row, mask).exp()
+        outside = (log_ratio < -low) | (log_ratio > high)
+        metrics |= {"pg_clipfrac": outside & (advantages > 0), "pg_clipfrac_lower": outside & (advantages < 0)}
+        weights = weights if weights is None else row_mean(weights.clamp(min=1e-10).log(), row, mask).exp()
+    elif args.loss == "gpg":          # 2504.02546 and plain REINFORCE: no ratio at all
+        loss = -advantages * logp
+    return (loss if weights is None else loss * weights), metrics
 
 
 def kl_penalty(logp, ref_logp, kind):
@@ -436,8 +672,10 @@ def kl_penalty(logp, ref_logp, kind):
         return d.abs()
     if kind in ("k2", "mse"):
         return 0.5 * d.square()
-    d = d.clamp(-20, 20)
-    return ((-d).exp() - 1 + d).clamp(-10, 10)
+    if kind in ("k3", "low_var_kl"):
+        d = d.clamp(-20, 20)
+        return ((-d).exp() - 1 + d).clamp(-10, 10)
+    raise NotImplementedError(f"no KL estimator {kind}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -567,7 +805,7 @@ def main():
         # 3. Advantages, one a response.
         with timer(timing, "adv"):
             group = torch.arange(per_rank).repeat_interleave(args.n)                                            # (N,)
-            advantages = group_advantages(rewards, group, args.norm_adv_by_std_in_grpo).float()                 # (N,)
+            advantages = group_advantages("grpo", rewards, group, norm_by_std=args.norm_adv_by_std_in_grpo).float()                 # (N,)
             response_lengths = torch.tensor([len(s.response_ids) for s in samples])                            # (N,)
             trained = torch.where(rewards.isnan(), 0, response_lengths)                                        # (N,) tokens with a loss
             offsets = [0, *response_lengths.cumsum(0).tolist()]                                                 # sample i: flat[offsets[i]:offsets[i + 1]]
@@ -594,19 +832,18 @@ def main():
                     if tokens == 0:
                         skipped += 1
                         continue
-                    weights = torch.zeros(len(samples))
+                    weights = torch.zeros(len(samples), dtype=torch.float64)
                     weights[start:start + mini_rows] = loss_weights(lengths, args.loss_agg_mode, tokens, rows, args.max_response_length) * (lengths > 0)
                     sums = defaultdict(float)
                     for micro in micro_batches(samples, mini, args.max_tokens_per_micro_batch):
                         chosen = micro or [start]  # a rank with nothing left runs along, at weight zero
                         inputs, labels = pack([samples[i] for i in chosen], device)
                         flat = flat_rows(offsets, chosen).to(device)
-                        weight = (weights * bool(micro))[chosen].repeat_interleave(response_lengths[chosen]).to(device)   # (R,)
+                        weight = (weights * bool(micro))[chosen].repeat_interleave(response_lengths[chosen]).to(device, torch.float32)   # (R,)
                         logp, entropy = model.token_logprobs(inputs, labels, args.temperature, args.entropy_coeff != 0)
                         if one_update and micro:
                             old_logp[flat] = logp.detach()
-                        token_loss, metrics = policy_loss(logp, logp.detach() if one_update else old_logp[flat], flat_advantages[flat],
-                                                          args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c)
+                        token_loss, metrics = policy_loss(args, logp, logp.detach() if one_update else old_logp[flat], flat_advantages[flat], None, None)
                         metrics |= {"pg_loss": token_loss, "entropy": entropy}
                         token_loss = token_loss - args.entropy_coeff * entropy
                         if ref is not None:

@@ -82,7 +82,7 @@ def tidy(run_dir):
 def save_checkpoint(run_dir, step, models, state, tokenizer, max_to_keep=None):
     """Write global_step_<step>. All ranks call it. Killed anywhere, it leaves every earlier checkpoint where it can be found.
 
-    models: {"actor": (FSDP2 model, optimizer), ...}. state: JSON dict for the script. max_to_keep: delete older complete
+    models: {"actor": (FSDP2 model, optimizer or None), ...}. state: JSON dict for the script. max_to_keep: delete older complete
     checkpoints beyond this many, after the new one is whole. Raises OSError (disk full) on all ranks.
     """
     rank, run_dir = dist.get_rank(), Path(run_dir)
@@ -93,7 +93,7 @@ def save_checkpoint(run_dir, step, models, state, tokenizer, max_to_keep=None):
             tidy(run_dir)
             (tmp / "rng").mkdir(parents=True)
     for name, (model, optimizer) in models.items():
-        weights, moments = get_state_dict(model, optimizer)
+        weights, moments = get_state_dict(model, optimizer or ())
         with on_all_ranks(tmp, final):
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp / name)
     with on_all_ranks(tmp, final):
@@ -234,9 +234,9 @@ def load_checkpoint(path, models):
     """Load weights and optimizer in place, restore this rank's random number generators; returns the saved state dict."""
     path = Path(path)
     for name, (model, optimizer) in models.items():
-        weights, moments = get_state_dict(model, optimizer)
+        weights, moments = get_state_dict(model, optimizer or ())
         read_sharded(path / name, {"model": weights, "optimizer": moments})
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        set_state_dict(model, optimizer or (), model_state_dict=weights, optim_state_dict=moments)
     rng_file = path / "rng" / f"rank_{dist.get_rank()}.pt"
     if rng_file.exists():  # absent when there are more ranks than when it was saved
         rng = torch.load(rng_file, weights_only=True)
