@@ -269,10 +269,10 @@ def work(fd, reward_fn, timeout, memory_gb):
             import math_verify  # noqa: F401
     except Exception as e:
         return connection.send(str(e))
-    # On top of the address space that the imports hold: torch alone maps many GB that it never touches
-    limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + int(float(memory_gb) * 2**30)
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    # Of writable memory, on top of what the imports hold; in address space torch alone maps many GB that it never touches
+    limit = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize() + int(float(memory_gb) * 2**30)
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     connection.send("ready")
     while True:
         try:
@@ -339,7 +339,7 @@ class Scorer:
         process = subprocess.Popen(
             [sys.executable, "-u", os.path.abspath(__file__), *map(str, arguments)], pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,  # what the function prints goes to our stderr
-            env={"OMP_NUM_THREADS": "1"} | os.environ)  # each BLAS thread would reserve address space
+            env={"OMP_NUM_THREADS": "1"} | os.environ)  # a BLAS thread a core in each worker would slow all down
         theirs.close()
         self.workers[k] = process, connection
         try:
