@@ -191,18 +191,20 @@ def find_checkpoint(run_dir, resume_mode="auto"):
 # ---------------------------------------------------------------------------------------------------------------------
 # Load
 
-METADATA = {("pathlib", "PosixPath"), ("torch", "Size"), ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")} | {
-    ("torch.distributed.checkpoint.metadata", name) for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")}
+METADATA = {  # module: names that torch.distributed.checkpoint writes into .metadata
+    "pathlib": {"PosixPath"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {"BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+                                              "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"}}
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Of all that a pickle can name, only what torch.distributed.checkpoint writes into .metadata."""
-
     def find_class(self, module, name):
-        if (module, name) in METADATA or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in .metadata")
+        if name not in METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in .metadata")
+        return super().find_class(module, name)
 
 
 class Reader(dcp.FileSystemReader):
@@ -276,6 +278,13 @@ def make_logger(args, run_dir, start_step):
         if "wandb" in loggers:
             wandb.log(metrics, step=step)
     return log
+
+
+def dump_rollouts(run_dir, step, rows):
+    """rollouts/step_N.jsonl, one JSON object a response."""
+    (run_dir / "rollouts").mkdir(exist_ok=True)
+    with (run_dir / "rollouts" / f"step_{step}.jsonl").open("w") as f:
+        f.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
 def merge(local_dir, target_dir, dtype="bf16"):

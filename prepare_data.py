@@ -201,7 +201,8 @@ def load_prompts(files, tokenizer, max_prompt_length, *, prompt_key="prompt", tr
 
     A prompt longer than max_prompt_length tokens is dropped ("filter"), an error ("error"), or cut as verl cuts it: "left"
     keeps the tail, "right" the head, "middle" both ends. min_rows is the training batch size: an epoch of fewer prompts has
-    no step. need_truth: false where a reward model alone scores. Whatever training could not use is a ValueError that names the file and the rows, counted from 0.
+    no step. need_truth: false where a reward model alone scores. Whatever training could not use is a ValueError that names
+    the file and the rows, counted from 0.
     """
     files = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if truncation not in ("filter", "error", "left", "right", "middle"):

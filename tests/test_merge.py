@@ -85,8 +85,9 @@ FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.lis
 def kill_at(run_dir, k):
     """SIGKILL to this process at the k-th time that Python touches a file or folder of run_dir."""
     left = itertools.count(k - 1, -1)
-    def hook(event, args):  # dir_fd: inside shutil.rmtree
-        if event in FILE_EVENTS and (str(args[0]).startswith(str(run_dir)) or event in ("os.remove", "os.rmdir") and args[1] != -1) and next(left) == 0:
+    def hook(event, args):
+        inside_rmtree = event in ("os.remove", "os.rmdir") and args[1] != -1  # a name relative to an open folder
+        if event in FILE_EVENTS and (str(args[0]).startswith(str(run_dir)) or inside_rmtree) and next(left) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(hook)
 
@@ -130,7 +131,8 @@ def killed_saves_worker(folder, step, stride):
         outcomes.append("old" if after == before else "new")
         assert in_a_fork(go_on) == 0, k
         left = {p.name for p in run_dir.iterdir()}
-        assert {"global_step_40", f"global_step_{state['step']}"} <= left <= {"latest_checkpointed_iteration.txt", *(f"global_step_{n}" for n in (10, 20, 30, 40))}, (k, left)
+        assert {"global_step_40", f"global_step_{state['step']}"} <= left, (k, left)
+        assert left <= {"latest_checkpointed_iteration.txt", *(f"global_step_{n}" for n in (10, 20, 30, 40))}, (k, left)
         assert contents(run_dir / f"global_step_{state['step']}") == after
         if status == 0:
             break
@@ -320,7 +322,8 @@ def test_loading_runs_no_code_from_the_files(process_group, tmp_path, place):
     dcp.save({"lr": Evil(tmp_path / "ran") if place == "optimizer" else 0.1}, checkpoint_id=tmp_path / "actor")
     if place == ".metadata":
         (tmp_path / "actor" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    with pytest.raises(ValueError, match="actor can't be loaded .*" + {".metadata": "posix.mkdir has no place in .metadata", "optimizer": "lr is neither number nor text"}[place]):
+    reason = {".metadata": "posix.mkdir has no place in .metadata", "optimizer": "lr is neither number nor text"}[place]
+    with pytest.raises(ValueError, match=f"actor can't be loaded .*{reason}"):
         merge.read_sharded(tmp_path / "actor", {"lr": 0.1})
     assert not (tmp_path / "ran").exists()
 
@@ -388,7 +391,8 @@ def test_disk_full(small_disk, saved):  # fault 59
         assert not list(small_disk.glob(".tmp_*")) and latest.read_text() == "10"
     *full, last = outcomes
     for message in full:
-        assert f"can't save {small_disk / 'global_step_20'}, is the disk full?" in message and "GB free) Make room there or set --max_ckpt_to_keep (0 keeps all)" in message
+        assert f"can't save {small_disk / 'global_step_20'}, is the disk full?" in message
+        assert "GB free) Make room there or set --max_ckpt_to_keep (0 keeps all)" in message
     print(*full, sep="\n")
     assert last is None and len(full) > 5 and merge.find_checkpoint(small_disk) == small_disk / "global_step_20" and not earlier.exists()
 

@@ -279,6 +279,12 @@ def test_no_ground_truth(tmp_path, tokenizer, bad):  # fault 16: an empty truth 
         prepare_data.load_prompts(parquet(tmp_path, [row(), row(**bad)]), tokenizer, 512)
 
 
+def test_where_a_reward_model_scores_no_truth_is_needed(tmp_path, tokenizer):
+    for rows in ([{k: v for k, v in row().items() if k != "reward_model"}], [row(reward_model=None), row(truth=None)]):
+        prompts = prepare_data.load_prompts(parquet(tmp_path, rows), tokenizer, 512, need_truth=False)
+        assert [p["ground_truth"] for p in prompts] == [None] * len(rows)
+
+
 def test_zero_is_a_ground_truth(tmp_path, tokenizer):
     path = parquet(tmp_path, [row(truth=0)])
     assert prepare_data.load_prompts(path, tokenizer, 512)[0]["ground_truth"] == 0
