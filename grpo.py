@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, GenerationConfig
 
-from merge import find_checkpoint, load_checkpoint, make_logger, save_checkpoint
+from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, save_checkpoint
 from prepare_data import batch_rows, load_prompts, resolve_model
 from reward import Scorer, method_for, summarize
 from rollout import Sampling, build_engine, must_sleep, request_seeds, score, validate
@@ -168,45 +168,53 @@ def parse_args(cls, argv=None):
 def check(args, world):
     """Raise ValueError, in a sentence that names the option and the remedy, before anything expensive starts."""
     mini = args.ppo_mini_batch_size = min(args.ppo_mini_batch_size, args.train_batch_size)
-    for name in ("train_batch_size", "ppo_mini_batch_size", "max_prompt_length", "max_response_length", "n", "ppo_epochs", "val_n", "max_num_seqs", "tensor_model_parallel_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
-    if args.train_batch_size % mini:
-        raise ValueError(f"--train_batch_size {args.train_batch_size} is no multiple of --ppo_mini_batch_size {mini}; change one of them")
-    if mini % world:
-        raise ValueError(f"--ppo_mini_batch_size {mini} can't be split over {world} GPUs; take a multiple of {world}")
-    if world % args.tensor_model_parallel_size:
-        raise ValueError(f"--tensor_model_parallel_size {args.tensor_model_parallel_size} does not divide the {world} GPUs")
-    if args.max_prompt_length + args.max_response_length > args.max_tokens_per_micro_batch:
-        raise ValueError(f"--max_tokens_per_micro_batch {args.max_tokens_per_micro_batch} is below --max_prompt_length + --max_response_length "
-                         f"= {args.max_prompt_length + args.max_response_length}: a single sample would not fit; raise it")
-    if args.n == 1:
-        raise ValueError("--n 1 leaves a group of one, whose advantage is 0: nothing would be learned; take --n 2 or more, or ppo.py")
-    if args.temperature <= 0:
-        raise ValueError(f"--temperature {args.temperature} must be above 0: greedy responses of a prompt are all the same")
-    if not (0 < args.top_p <= 1 and (args.top_k == -1 or args.top_k >= 1)):
-        raise ValueError(f"--top_p {args.top_p} must lie in (0, 1] and --top_k {args.top_k} be -1 (off) or at least 1")
-    if not 0 <= args.rollout_logprobs <= 1:
-        raise ValueError(f"--rollout_logprobs {args.rollout_logprobs} is a share of the responses: from 0 to 1")
-    if args.reward_workers < 0:
-        raise ValueError(f"--reward_workers {args.reward_workers} must be 0 (from the number of cores) or more")
-    if args.seed < 0:
-        raise ValueError(f"--seed {args.seed} must be 0 or more")
-    if not 0 < args.gpu_memory_utilization < 1:
-        raise ValueError(f"--gpu_memory_utilization {args.gpu_memory_utilization} must lie between 0 and 1")
-    if args.kl_ctrl == "adaptive" and args.kl_horizon <= args.train_batch_size * args.n / 5:
-        raise ValueError(f"--kl_horizon {args.kl_horizon} is too short for the {args.train_batch_size * args.n} responses of a step: raise it")
-    if args.clip_ratio_c and args.clip_ratio_c <= 1:
-        raise ValueError(f"--clip_ratio_c {args.clip_ratio_c} must be above 1 (or 0 for no dual clip)")
-    if unknown := set(args.logger.split(",")) - {"console", "jsonl", "tensorboard", "wandb"}:
-        raise ValueError(f"--logger {args.logger}: unknown {', '.join(sorted(unknown))}; choose from console,jsonl,tensorboard,wandb")
-    if args.top_p < 1 or args.top_k > 0:
-        print0("warning: training scores with the full softmax, but --top_p/--top_k cut the sampling distribution: the ratio is biased")
-    if args.val_temperature == 0 and args.val_n > 1:
-        print0(f"warning: greedy validation gives {args.val_n} equal responses; using --val_n 1 (set --val_temperature above 0 for pass@k)")
-        args.val_n = 1
-    if not args.use_kl_loss and args.kl_loss_coef != Args.kl_loss_coef:
-        print0(f"warning: --kl_loss_coef {args.kl_loss_coef} does nothing without --use_kl_loss true")
+    longest, alone = args.max_prompt_length + args.max_response_length, args.adv_estimator in ("reinforce_plus_plus", "remax")
+    correct = args.rollout_is != "none" or args.rollout_rs != "none"
+    for low, names in ((1, "train_batch_size ppo_mini_batch_size max_prompt_length max_response_length n ppo_epochs val_n max_num_seqs tensor_model_parallel_size kl_horizon"),
+                       (0, "reward_workers seed overlong_buffer_len ref_ema_steps clip_ratio_low clip_ratio_high kl_coef kl_loss_coef")):
+        for name in names.split():
+            if getattr(args, name) < low:
+                raise ValueError(f"--{name} {getattr(args, name)} must be at least {low}")
+    for name in ("temperature", "kl_target", "gpu_memory_utilization", "top_p", "tau_pos", "tau_neg", "rollout_is_threshold"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"--{name} {getattr(args, name)} must be above 0")
+    for name in ("gpu_memory_utilization", "top_p", "rollout_logprobs", "gamma", "ref_ema_alpha", "clip_cov_ratio", "kl_cov_ratio"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must lie between 0 and 1")
+    try:
+        rejection_rules(args)
+    except ValueError as error:
+        raise ValueError(f"--rollout_rs {args.rollout_rs} and --rollout_rs_threshold {args.rollout_rs_threshold} don't fit ({error}): give as many thresholds "
+                         "as statistics, such as token,seq_mean_k3 and 0.5_2.0,0.1") from None
+    for bad, sentence in (
+            (args.train_batch_size % mini, f"--train_batch_size {args.train_batch_size} is no multiple of --ppo_mini_batch_size {mini}; change one of them"),
+            (mini % world, f"--ppo_mini_batch_size {mini} can't be split over {world} GPUs; take a multiple of {world}"),
+            (world % args.tensor_model_parallel_size, f"--tensor_model_parallel_size {args.tensor_model_parallel_size} does not divide the {world} GPUs"),
+            (longest > args.max_tokens_per_micro_batch, f"--max_tokens_per_micro_batch {args.max_tokens_per_micro_batch} is below --max_prompt_length + "
+             f"--max_response_length = {longest}: a single sample would not fit; raise it"),
+            (args.n == 1 and (args.filter_groups or not alone), "--n 1 leaves a group of one, whose advantage is 0: nothing would be learned; take --n 2 or more, "
+             "--adv_estimator reinforce_plus_plus or remax (and no --filter_groups), or ppo.py"),
+            (args.top_k < -1 or args.top_k == 0, f"--top_k {args.top_k} must be -1 (off) or at least 1"),
+            (args.clip_ratio_c and args.clip_ratio_c <= 1, f"--clip_ratio_c {args.clip_ratio_c} must be above 1 (or 0 for no dual clip)"),
+            (args.overlong_buffer_len > args.max_response_length, f"--overlong_buffer_len {args.overlong_buffer_len} is beyond --max_response_length {args.max_response_length}"),
+            (args.ignore_eos and args.mask_truncated, "--ignore_eos true cuts every response, and --mask_truncated true leaves those out: nothing would be trained on"),
+            (args.kl_ctrl == "adaptive" and 5 * args.kl_horizon <= args.train_batch_size * args.n,
+             f"--kl_horizon {args.kl_horizon} is too short for the {args.train_batch_size * args.n} responses of a step, the coefficient could turn negative: raise it"),
+            (unknown := set(args.logger.split(",")) - {"console", "jsonl", "tensorboard", "wandb"},
+             f"--logger {args.logger}: unknown {', '.join(sorted(unknown))}; choose from console,jsonl,tensorboard,wandb")):
+        if bad:
+            raise ValueError(sentence)
+    for odd, sentence in (
+            (args.top_p < 1 or args.top_k > 0, "training scores with the full softmax, but --top_p/--top_k cut the sampling distribution: the ratio is biased"),
+            (args.val_temperature == 0 and args.val_n > 1, f"greedy validation gives {args.val_n} equal responses; using --val_n 1 (set --val_temperature above 0 for pass@k)"),
+            (args.loss in ("gspo", "geo_mean", "sapo") and args.loss_agg_mode != "seq-mean-token-mean", f"--loss {args.loss} is meant for --loss_agg_mode seq-mean-token-mean"),
+            (not args.use_kl_loss and args.kl_loss_coef not in (0, Args.kl_loss_coef), f"--kl_loss_coef {args.kl_loss_coef} does nothing without --use_kl_loss true"),
+            (not args.use_kl_in_reward and args.kl_coef not in (0, Args.kl_coef), f"--kl_coef {args.kl_coef} does nothing without --use_kl_in_reward true"),
+            (args.ref_ema_steps and not (args.use_kl_loss or args.use_kl_in_reward), "--ref_ema_steps does nothing without --use_kl_loss or --use_kl_in_reward true")):
+        if odd:
+            print0(f"warning: {sentence}")
+    args.val_n = 1 if args.val_temperature == 0 else args.val_n
+    args.rollout_logprobs = 1.0 if correct else args.rollout_logprobs  # the correction needs those of every response
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,6 +253,15 @@ def all_sum(*values):
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()
+
+
+def stats(name, values):
+    """{name/mean, name/max, name/min} of a tensor over all ranks; 0 for nothing."""
+    values = values.detach().double().cpu()
+    count, total = all_sum(len(values), values.sum())
+    ends = torch.tensor([values.max(), -values.min()] if len(values) else [-math.inf, -math.inf], dtype=torch.float64)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    return {f"{name}/mean": total / max(count, 1), f"{name}/max": float(ends[0]) if count else 0.0, f"{name}/min": -float(ends[1]) if count else 0.0}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,7 +314,8 @@ def token_logprobs(self, inputs, labels, temperature, entropy_grad=False):
 def load_model(path, args, device, train=True):
     """A causal LM with fp32 master weights, sharded by FSDP2, with the method token_logprobs."""
     bf16 = args.dtype == "bf16"
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32 if train or not bf16 else torch.bfloat16, attn_implementation="packed")
+    fp32 = train or not bf16 or args.ref_ema_steps  # bf16 would round a moving average's small steps away
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32 if fp32 else torch.bfloat16, attn_implementation="packed")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # dropout would make the ratio differ from 1 before the first update
@@ -350,7 +368,7 @@ def move(model, optimizer, args, device):
 
 
 @torch.no_grad()
-def move_reference(ref, model, alpha):
+def ema_update(ref, model, alpha):
     """ref <- (1 - alpha) ref + alpha policy (TR-DPO, 2404.09656), each rank its shard."""
     for module in (ref, model):
         if hasattr(module, "reshard"):
@@ -398,10 +416,10 @@ def flat_rows(offsets, rows):
 
 
 @torch.no_grad()
-def batch_logprobs(model, samples, offsets, args, device):
-    """Log-probs (R,) of all response tokens of this rank's batch under `model`."""
+def batch_logprobs(model, samples, offsets, args, device, rows=None):
+    """Log-probs (R,) under `model` of the response tokens of this rank's batch, or of some of its rows."""
     logp = torch.zeros(offsets[-1], device=device)
-    for rows in micro_batches(samples, range(len(samples)), 2 * args.max_tokens_per_micro_batch):
+    for rows in micro_batches(samples, range(len(samples)) if rows is None else rows, 2 * args.max_tokens_per_micro_batch):
         inputs, labels = pack([samples[i] for i in rows or [0]], device)
         out, _ = model.token_logprobs(inputs, labels, args.temperature)
         if rows:
@@ -423,6 +441,13 @@ def overlong_penalty(lengths, max_length, buffer, factor):
     return -factor * ((lengths - (max_length - buffer)) / max(buffer, 1)).clamp(0, 1 if buffer else 0).double()
 
 
+def shaped_rewards(args, scores, samples):
+    """Score of each response, less what its length costs; NaN: a score that could not be had.  (N,)"""
+    lengths = torch.tensor([len(s.response_ids) for s in samples])
+    return (torch.tensor([s.score for s in scores], dtype=torch.float64) - args.length_penalty * lengths / args.max_response_length
+            + overlong_penalty(lengths, args.max_response_length, args.overlong_buffer_len, args.overlong_penalty_factor))
+
+
 def varied_groups(rewards, group):
     """Which prompts (G,) got unequal rewards; NaN: missing. By max and min, because the rounding of equal rewards' mean and std isn't 0."""
     size = int(group.max()) + 1
@@ -432,20 +457,21 @@ def varied_groups(rewards, group):
 
 
 def fill_batch(draw, size, limit):
-    """Dynamic sampling (DAPO): draw() groups of (.., score) responses until `size` of them have unequal scores, at most `limit` times (0: no limit).
+    """Dynamic sampling (DAPO): draw(0), draw(1), ... until `size` groups have unequal scores, or `limit` times (0: no limit).
 
-    Returns `size` groups, the varied ones first in the order they were drawn, filled up with constant ones; how many of them are
-    varied; and counters.
+    draw returns groups, lists of responses that end with their Score. Returns `size` groups, the varied ones first in the order they
+    were drawn, filled up with constant ones; how many of them are varied; metrics.
     """
-    kept, dropped, rounds = [], [], 0
-    while len(kept) < size and (limit <= 0 or rounds < limit):
-        rounds += 1
-        for group in draw():
+    kept, constant, rounds = [], [], 0
+    while len(kept) < size and (rounds < limit or limit <= 0):
+        for group in draw(rounds):
             scores = torch.tensor([response[-1].score for response in group])
-            (kept if varied_groups(scores, torch.zeros(len(group), dtype=torch.long)).item() else dropped).append(group)
-    counters = {"gen_batches": rounds, "groups_varied": min(len(kept), size), "groups_constant": len(dropped), "groups_surplus": max(0, len(kept) - size),
-                "sampled_score_mean": float(np.nanmean([response[-1].score for group in kept + dropped for response in group]))}
-    return (kept + dropped)[:size], min(len(kept), size), counters
+            (kept if varied_groups(scores, torch.zeros(len(group), dtype=torch.long)) else constant).append(group)
+        rounds += 1
+    scores = torch.tensor([response[-1].score for group in kept + constant for response in group])
+    used = min(len(kept), size)
+    return (kept + constant)[:size], used, {"training/gen_batches": rounds, "training/groups_used": used, "training/groups_constant": len(constant),
+                                            "training/groups_surplus": len(kept) - used, "training/sampled_score_mean": scores.nan_to_num(0.0).mean().item()}
 
 
 def kl_in_reward(token_rewards, old_logp, ref_logp, row, size, kind, coef):
@@ -743,7 +769,7 @@ def main():
         rank, world, device, path, config, tokenizer, train, val, scorer, run_dir, resume_from = setup(args)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Engine, model, optimizer, resume
+    # Engine, models, optimizer, resume
     run_dir.mkdir(parents=True, exist_ok=True)
     generation_config = None
     with contextlib.suppress(OSError):
@@ -754,10 +780,14 @@ def main():
         engine = build_engine(args, path, tokenizer, generation_config, device)
         engine.sleep()
         model = load_model(path, args, device)
-        ref = load_model(path, args, device, train=False) if args.use_kl_loss else None
+        ref = load_model(path, args, device, train=False) if args.use_kl_loss or args.use_kl_in_reward else None
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, betas=(0.9, 0.999), fused=device.type == "cuda" and not args.offload_policy)
-    start_step = load_checkpoint(resume_from, {"actor": (model, optimizer)})["step"] if resume_from else 0
+    saved = {"actor": (model, optimizer)} | ({"ref": (ref, None)} if ref is not None and args.ref_ema_steps else {})
+    state = load_checkpoint(resume_from, saved) if resume_from else {"step": 0}
+    start_step, position, kl_coef = state["step"], state.get("position", state["step"]), args.kl_coef  # position: batches of the data order drawn
+    if args.kl_ctrl == "adaptive":
+        kl_coef = state.get("kl_coef", kl_coef)
     steps_per_epoch = len(train) // args.train_batch_size
     total_steps = args.total_training_steps or args.total_epochs * steps_per_epoch
     sampling = Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_response_length, ignore_eos=args.ignore_eos)
@@ -773,6 +803,26 @@ def main():
         engine.update_weights(model)
         move(model, optimizer, args, "cpu")
 
+    # This rank's places in a batch: a share of every mini-batch, so that an optimizer step sees the same prompts on any number of ranks.
+    places = np.arange(args.train_batch_size).reshape(-1, world, args.ppo_mini_batch_size // world)[:, rank].flatten()
+
+    def rollout(position):
+        """This rank's prompts of batch `position` of the data order, answered n times and scored -> groups of (row, seed, sample, text, Score)."""
+        rows = batch_rows(len(train), args.train_batch_size, args.seed, position)[places].repeat(args.n)
+        seeds = np.reshape(request_seeds(args.seed, position + 1, args.train_batch_size * args.n), (-1, args.n))[places].flatten()
+        with timer(timing, "gen"):
+            samples = engine.generate([train[i]["prompt_ids"] for i in rows], sampling, seeds.tolist())
+        with timer(timing, "reward"):
+            texts, scores = score(scorer, tokenizer, samples, [train[i] for i in rows])
+        responses = list(zip(rows.tolist(), seeds.tolist(), samples, texts, scores))
+        return [responses[i:i + args.n] for i in range(0, len(responses), args.n)]
+
+    def whole_rollout(position):
+        """All ranks' groups, in the order of the batch."""
+        everyone = [None] * world
+        dist.all_gather_object(everyone, list(zip(places.tolist(), rollout(position))))
+        return [group for _, group in sorted(itertools.chain(*everyone), key=lambda placed: placed[0])]
+
     if start_step >= total_steps:
         print0(f"nothing to do: {resume_from} has all {total_steps} steps; raise --total_training_steps, or take another --experiment_name")
     sync()
@@ -782,144 +832,162 @@ def main():
             log(0, metrics)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Training. This rank answers `per_rank` prompts of each batch, n times each.
-    per_rank, mini_rows = args.train_batch_size // world, args.ppo_mini_batch_size // world * args.n
-    # Its places in the batch: a share of every mini-batch, so that an optimizer step sees the same prompts on any number of ranks.
-    places = np.arange(args.train_batch_size).reshape(-1, world, args.ppo_mini_batch_size // world)[:, rank].flatten()
-    one_update = mini_rows == per_rank * args.n and args.ppo_epochs == 1
+    # Training
+    mini_rows = args.ppo_mini_batch_size // world * args.n
+    corrects = args.rollout_is != "none" or args.rollout_rs != "none"
+    # With one update a batch, old log-probs are those of the update's own forward, unless something before it needs them.
+    one_forward = args.train_batch_size == args.ppo_mini_batch_size and args.ppo_epochs == 1 and not (args.use_kl_in_reward or corrects or args.loss.endswith("_cov"))
     for step in tqdm(range(start_step + 1, total_steps + 1), initial=start_step, total=total_steps, desc="steps", disable=rank != 0, file=sys.stderr):
-        timing, started = defaultdict(float), time.perf_counter()
+        timing, started, lr = defaultdict(float), time.perf_counter(), learning_rate(args, step, total_steps)
 
-        # 1. Prompts -> n responses each. Rows of one prompt stand together and on one rank.
-        prompts = [train[i] for i in batch_rows(len(train), args.train_batch_size, args.seed, step - 1)[places] for _ in range(args.n)]
-        seeds = np.reshape(request_seeds(args.seed, step, args.train_batch_size * args.n), (-1, args.n))[places].flatten().tolist()
-        with timer(timing, "gen"):
-            samples = engine.generate([p["prompt_ids"] for p in prompts], sampling, seeds)
-            engine.sleep()
+        # 1. Prompts -> n responses each -> scores. Rows of one prompt stand together and on one rank.
+        metrics, filler = {}, torch.zeros(len(places), dtype=torch.bool)
+        if args.filter_groups:
+            groups, used, metrics = fill_batch(lambda k: whole_rollout(position + k), args.train_batch_size, args.max_num_gen_batches)
+            groups, filler = [groups[p] for p in places], torch.from_numpy(places >= used)  # constant groups that fill the batch up
+        else:
+            groups = rollout(position)
+        position += metrics.get("training/gen_batches", 1)
+        rows, seeds, samples, texts, scores = zip(*itertools.chain(*groups))
+        if args.adv_estimator == "remax":  # one greedy answer a prompt is its baseline
+            prompts = [train[i] for i in rows[::args.n]]
+            with timer(timing, "gen"):
+                greedy = engine.generate([p["prompt_ids"] for p in prompts], dataclasses.replace(sampling, temperature=0.0), list(seeds[::args.n]))
+            with timer(timing, "reward"):
+                greedy_scores = score(scorer, tokenizer, greedy, prompts)[1]
+        engine.sleep()
 
-        # 2. Rewards, one a response. A reward that could not be had is NaN: that response is left out of everything.
-        with timer(timing, "reward"):
-            texts, scores = score(scorer, tokenizer, samples, prompts)
-            rewards = torch.tensor([s.score for s in scores], dtype=torch.float64)                              # (N,)
+        # 2. Rewards, one a response. One that could not be had is NaN: that response is left out of everything.
+        lengths = torch.tensor([len(s.response_ids) for s in samples])                                          # (N,)
+        offsets = [0, *lengths.cumsum(0).tolist()]                                                              # sample i: flat[offsets[i]:offsets[i + 1]]
+        row = torch.arange(len(samples)).repeat_interleave(lengths)                                             # (R,)
+        group = torch.arange(len(groups)).repeat_interleave(args.n)                                             # (N,)
+        rewards, baselines = shaped_rewards(args, scores, samples), None                                        # (N,)
+        if args.adv_estimator == "remax":
+            baselines = shaped_rewards(args, greedy_scores, greedy)[group]                                      # (N,)
+            rewards = torch.where(baselines.isnan(), math.nan, rewards)
+        rewards[filler[group]] = math.nan
+        present, finished = ~rewards.isnan(), torch.tensor([s.finish_reason == "stop" for s in samples])        # (N,), (N,)
+        mask = (present & finished if args.mask_truncated else present)[row]                                    # (R,) tokens with a loss
 
-        # 3. Advantages, one a response.
-        with timer(timing, "adv"):
-            group = torch.arange(per_rank).repeat_interleave(args.n)                                            # (N,)
-            advantages = group_advantages("grpo", rewards, group, norm_by_std=args.norm_adv_by_std_in_grpo).float()                 # (N,)
-            response_lengths = torch.tensor([len(s.response_ids) for s in samples])                            # (N,)
-            trained = torch.where(rewards.isnan(), 0, response_lengths)                                        # (N,) tokens with a loss
-            offsets = [0, *response_lengths.cumsum(0).tolist()]                                                 # sample i: flat[offsets[i]:offsets[i + 1]]
-            flat_advantages = advantages.repeat_interleave(response_lengths).to(device)                         # (R,)
-
-        # 4. Log-probs before the update. With one update a batch they are those of the update's own forward.
+        # 3. Log-probs before the update: of the policy, of the reference, and the engine's own (NaN where it gave none).
         move(model, optimizer, args, device)
         with timer(timing, "old_log_prob"):
-            old_logp = torch.zeros(offsets[-1], device=device) if one_update else batch_logprobs(model, samples, offsets, args, device)  # (R,)
+            old_logp = torch.zeros(offsets[-1], device=device) if one_forward else batch_logprobs(model, samples, offsets, args, device)  # (R,)
         if ref is not None:
             with timer(timing, "ref"):
                 ref_logp = batch_logprobs(ref, samples, offsets, args, device)                                  # (R,)
+        engine_logp = torch.tensor([x for s in samples for x in s.logp or [math.nan] * len(s.response_ids)], dtype=torch.float64)  # (R,)
+
+        # 4. KL in the reward, correction of the engine's probabilities, advantages.
+        with timer(timing, "adv"):
+            token_rewards, weights = torch.zeros(offsets[-1], dtype=torch.float64), torch.ones(offsets[-1])     # (R,), (R,)
+            if args.use_kl_in_reward:
+                token_rewards, kl, responses = kl_in_reward(token_rewards, old_logp.double().cpu(), ref_logp.double().cpu(), row, len(samples), args.kl_penalty, kl_coef)
+                metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
+                kl_coef = next_kl_coef(args, kl_coef, kl, responses)
+            if corrects:
+                weights, mask, mismatch = rollout_correction(args, old_logp.double().cpu() - engine_logp, lengths, mask)
+                metrics |= mismatch
+            advantages = token_advantages(args, rewards, token_rewards, lengths, group, mask, baselines)        # (R,)
+            trained = sum_by(row, mask.long(), len(samples))                                                    # (N,) tokens with a loss
+            luck = torch.cat([torch.from_numpy(np.random.default_rng([seed, step]).random(length)) for seed, length in zip(seeds, lengths.tolist())])  # (R,)
+            tokens = {k: v.to(device) for k, v in {"old_logp": old_logp, "advantages": advantages.float(), "row": row, "mask": mask, "weights": weights.float()}.items()}
 
         # 5. Update: per mini-batch one optimizer step, accumulated over micro-batches of a token budget.
         with timer(timing, "update_actor"):
             totals, updates, skipped = defaultdict(float), 0, 0
             for param_group in optimizer.param_groups:  # set, not scheduled: a resumed run takes the command line's values
-                param_group |= {"lr": learning_rate(args, step, total_steps), "weight_decay": args.weight_decay}
-            for _ in range(args.ppo_epochs):
-                for start in range(0, len(samples), mini_rows):
-                    mini = range(start, start + mini_rows)
-                    lengths = trained[start:start + mini_rows]
-                    tokens, rows = all_sum(int(lengths.sum()), int((lengths > 0).sum()))
-                    if tokens == 0:
-                        skipped += 1
-                        continue
-                    weights = torch.zeros(len(samples), dtype=torch.float64)
-                    weights[start:start + mini_rows] = loss_weights(lengths, args.loss_agg_mode, tokens, rows, args.max_response_length) * (lengths > 0)
-                    sums = defaultdict(float)
-                    for micro in micro_batches(samples, mini, args.max_tokens_per_micro_batch):
-                        chosen = micro or [start]  # a rank with nothing left runs along, at weight zero
-                        inputs, labels = pack([samples[i] for i in chosen], device)
-                        flat = flat_rows(offsets, chosen).to(device)
-                        weight = (weights * bool(micro))[chosen].repeat_interleave(response_lengths[chosen]).to(device, torch.float32)   # (R,)
-                        logp, entropy = model.token_logprobs(inputs, labels, args.temperature, args.entropy_coeff != 0)
-                        if one_update and micro:
-                            old_logp[flat] = logp.detach()
-                        token_loss, metrics = policy_loss(args, logp, logp.detach() if one_update else old_logp[flat], flat_advantages[flat], None, None)
-                        metrics |= {"pg_loss": token_loss, "entropy": entropy}
-                        token_loss = token_loss - args.entropy_coeff * entropy
-                        if ref is not None:
-                            metrics["kl_loss"] = kl_penalty(logp, ref_logp[flat], args.kl_loss_type)
-                            token_loss = token_loss + args.kl_loss_coef * metrics["kl_loss"]
-                        loss = torch.where(weight > 0, token_loss * weight, 0.0).sum()
-                        (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
-                        for key, value in metrics.items():  # terms of the loss as they enter it, all else as a mean over tokens
-                            per_token = weight if key in ("pg_loss", "entropy", "kl_loss") else 1 / tokens
+                param_group |= {"lr": lr, "weight_decay": args.weight_decay}
+            for start in [*range(0, len(samples), mini_rows)] * args.ppo_epochs:
+                mini = range(start, start + mini_rows)
+                here = (start <= row) & (row < start + mini_rows) & mask                                        # (R,) its tokens with a loss
+                num_tokens, num_rows = all_sum(here.sum(), (trained[mini] > 0).sum())
+                if num_tokens == 0:
+                    skipped += 1
+                    continue
+                loss_weight = (loss_weights(trained, args.loss_agg_mode, num_tokens, num_rows, args.max_response_length)[row] * here).float().to(device)  # (R,)
+                if args.loss in ("clip_cov", "kl_cov"):
+                    now = batch_logprobs(model, samples, offsets, args, device, mini) if updates else old_logp
+                    tokens["chosen"] = covariant_tokens(args, now, old_logp, advantages, here, luck).to(device)
+                sums = defaultdict(float)
+                for micro in micro_batches(samples, mini, args.max_tokens_per_micro_batch):
+                    chosen = micro or [start]  # a rank with nothing left runs along, at weight zero
+                    inputs, labels = pack([samples[i] for i in chosen], device)
+                    flat = flat_rows(offsets, chosen).to(device)
+                    weight = loss_weight[flat] * bool(micro)                                                    # (R,)
+                    logp, entropy = model.token_logprobs(inputs, labels, args.temperature, args.entropy_coeff != 0)
+                    if one_forward and micro:
+                        old_logp[flat] = logp.detach()
+                    token_loss, shares = policy_loss(args, logp, **{k: v[flat] for k, v in tokens.items()})
+                    terms = {"pg_loss": token_loss, "entropy": entropy}
+                    token_loss = token_loss - args.entropy_coeff * entropy
+                    if args.use_kl_loss:
+                        terms["kl_loss"] = kl_penalty(logp, ref_logp[flat], args.kl_loss_type)
+                        token_loss = token_loss + args.kl_loss_coef * terms["kl_loss"]
+                    loss = torch.where(weight > 0, token_loss * weight, 0.0).sum()
+                    (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
+                    for values, per_token in ((terms, weight), (shares, 1 / num_tokens)):  # terms of the loss as they enter it, all else as a mean over tokens
+                        for key, value in values.items():
                             sums[key] += torch.where(weight > 0, value.detach() * per_token, 0.0).sum()
-                    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                    grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-                    if torch.isfinite(grad_norm):
-                        optimizer.step()
-                        updates += 1
-                        sums["grad_norm"] = grad_norm / world  # the same on every rank; summed over ranks below
-                        for key, value in sums.items():
-                            totals[key] += value
-                    else:
-                        print0(f"warning: step {step}: gradient norm {grad_norm.item()}; update skipped")
-                        skipped += 1
-                    optimizer.zero_grad(set_to_none=True)
+                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+                if torch.isfinite(grad_norm):
+                    optimizer.step()
+                    updates += 1
+                    for key, value in (sums | {"grad_norm": grad_norm / world}).items():  # the same on every rank; summed over ranks below
+                        totals[key] += value
+                else:
+                    print0(f"warning: step {step}: gradient norm {grad_norm.item()}; update skipped")
+                    skipped += 1
+                optimizer.zero_grad(set_to_none=True)
+            if "ref" in saved and step % args.ref_ema_steps == 0:
+                ema_update(ref, model, args.ref_ema_alpha)
 
         # 6. Weights to the engine, validation, checkpoint.
         with timer(timing, "sync"):
             if device.type == "cuda" and args.sleep == "always":
                 torch.cuda.empty_cache()
             sync()
-        val_metrics = {}
+        metrics |= {"training/global_step": step, "training/epoch": (position - 1) // steps_per_epoch}
         if args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps):
             with timer(timing, "testing"):
-                val_metrics = validate(engine, scorer, tokenizer, val, args, rank, world)
+                metrics |= validate(engine, scorer, tokenizer, val, args, rank, world)
         if args.save_freq > 0 and (step % args.save_freq == 0 or step == total_steps):
             with timer(timing, "save_checkpoint"):
                 move(model, optimizer, args, device)
-                save_checkpoint(run_dir, step, {"actor": (model, optimizer)}, {"step": step, "epoch": (step - 1) // steps_per_epoch}, tokenizer, args.max_ckpt_to_keep)
+                save_checkpoint(run_dir, step, saved, {"step": step, "epoch": metrics["training/epoch"], "position": position, "kl_coef": kl_coef}, tokenizer, args.max_ckpt_to_keep)
                 move(model, optimizer, args, "cpu")
         timing["timing/step"] = time.perf_counter() - started
 
         # 7. Metrics, over all ranks.
+        mean = lambda values: stats("", values)["/mean"]
+        raw, prompt_lengths = torch.tensor([s.score for s in scores]), torch.tensor([len(s.prompt_ids) for s in samples])
+        row_advantages = sum_by(row, advantages, len(samples)) / lengths.clamp(min=1)
+        metrics |= stats("critic/score", raw[present]) | stats("critic/rewards", (rewards + sum_by(row, token_rewards, len(samples)))[present])
+        metrics |= stats("critic/advantages", row_advantages) | stats("response_length", lengths) | stats("prompt_length", prompt_lengths)
+        metrics |= {f"actor/{key}": value / max(1, updates) for key, value in zip(totals, all_sum(*map(float, totals.values())))}
+        metrics |= {"actor/lr": lr, "actor/skipped_updates": skipped, "critic/constant_groups_frac": 1 - mean(varied_groups(raw, group)),
+                    "response_length/clip_ratio": mean(lengths == args.max_response_length), "rollout/stop_frac": mean(finished)}
+        seen = ~engine_logp.isnan() & (not (one_forward and skipped))
+        ours, theirs = old_logp.double().cpu()[seen], engine_logp[seen]
+        apart = stats("", (ours.exp() - theirs.exp()).abs())
+        metrics |= {"rollout/probs_diff_mean": apart["/mean"], "rollout/probs_diff_max": apart["/max"],
+                    "rollout/kl": mean(theirs - ours), "rollout/k3_kl": mean((ours - theirs).expm1() - ours + theirs)}  # of the engine to the trainer
         everyone = [None] * world
-        engine_logp = [(i, s.logp) for i, s in enumerate(samples) if s.logp is not None and not (one_update and skipped)]
-        diff = torch.cat([(old_logp[offsets[i]:offsets[i + 1]].exp().cpu() - torch.tensor(logp).exp()).abs() for i, logp in engine_logp] or [torch.zeros(0)])
-        dist.all_gather_object(everyone, {
-            "rewards": rewards.tolist(), "advantages": advantages.tolist(), "response_length": response_lengths.tolist(), "scores": scores,
-            "prompt_length": [len(p["prompt_ids"]) for p in prompts], "stop": [s.finish_reason == "stop" for s in samples], "diff": diff.tolist(),
-            "totals": {k: float(v) for k, v in totals.items()}})
+        dist.all_gather_object(everyone, scores)
+        total_tokens, = all_sum(lengths.sum() + prompt_lengths.sum())
+        metrics |= summarize(list(itertools.chain(*everyone))) | timing | {"perf/total_num_tokens": total_tokens, "perf/throughput": total_tokens / timing["timing/step"] / world}
+        if device.type == "cuda":
+            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            if peak := next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name()), None):
+                metrics["perf/mfu"] = 6 * parameters * total_tokens * args.ppo_epochs / timing["timing/update_actor"] / world / peak
         if rank == 0:
-            gather = lambda key: np.array([v for r in everyone for v in r[key]], dtype=np.float64)
-            rewards_all, length, prompt_length, diff = gather("rewards"), gather("response_length"), gather("prompt_length"), gather("diff")
-            num_tokens = float(length.sum() + prompt_length.sum())
-            metrics = {"training/global_step": step, "training/epoch": (step - 1) // steps_per_epoch}
-            for key, values in (("critic/score", rewards_all[~np.isnan(rewards_all)]), ("critic/advantages", gather("advantages")), ("response_length", length), ("prompt_length", prompt_length)):
-                metrics |= {f"{key}/{f}": float(getattr(np, f)(values)) if len(values) else 0.0 for f in ("mean", "max", "min")}
-            metrics |= {f"critic/rewards/{f}": metrics[f"critic/score/{f}"] for f in ("mean", "max", "min")}
-            metrics["critic/constant_groups_frac"] = float((gather("advantages").reshape(-1, args.n) == 0).all(1).mean())
-            metrics |= {f"actor/{k}": sum(r["totals"][k] for r in everyone) / max(1, updates) for k in everyone[0]["totals"]}
-            metrics |= {"actor/lr": optimizer.param_groups[0]["lr"], "actor/skipped_updates": skipped}
-            metrics["response_length/clip_ratio"] = float((length == args.max_response_length).mean())
-            metrics["rollout/stop_frac"] = float(gather("stop").mean())
-            if len(diff):
-                metrics |= {"rollout/probs_diff_mean": float(diff.mean()), "rollout/probs_diff_max": float(diff.max())}
-            metrics |= summarize([s for r in everyone for s in r["scores"]]) | val_metrics | dict(timing)
-            metrics |= {"perf/total_num_tokens": num_tokens, "perf/throughput": num_tokens / timing["timing/step"] / world}
-            if device.type == "cuda":
-                metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-                if peak := next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name()), None):
-                    metrics["perf/mfu"] = 6 * parameters * num_tokens * args.ppo_epochs / timing["timing/update_actor"] / world / peak
             log(step, metrics)
-            if args.dump_rollouts:
-                (run_dir / "rollouts").mkdir(exist_ok=True)
-                with (run_dir / "rollouts" / f"step_{step}.jsonl").open("w") as f:
-                    for i in range(min(args.dump_rollouts, len(samples))):
-                        f.write(json.dumps({"prompt": tokenizer.decode(samples[i].prompt_ids), "response": texts[i], "ground_truth": prompts[i]["ground_truth"],
-                                            "score": scores[i].score, "advantage": advantages[i].item(), "finish_reason": samples[i].finish_reason,
-                                            "response_ids": samples[i].response_ids}, ensure_ascii=False, default=str) + "\n")
+            dump_rollouts(run_dir, step, [
+                {"prompt": tokenizer.decode(samples[i].prompt_ids), "response": texts[i], "ground_truth": train[rows[i]]["ground_truth"], "score": scores[i].score,
+                 "advantage": row_advantages[i].item(), "finish_reason": samples[i].finish_reason, "response_ids": samples[i].response_ids}
+                for i in range(min(args.dump_rollouts, len(samples)))])
 
     scorer.close()
     engine.shutdown()

@@ -27,18 +27,36 @@ if [ "$GPU" = 1 ]; then
   NGPU=${NGPU:-$(nvidia-smi -L 2> /dev/null | wc -l)}               # GPUs, one process each
   MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}                        # hub name or local directory
   DATA=${DATA:-data/gsm8k}                                          # {train,test}.parquet, or GSM8K's {train,test}.jsonl
-  options=(--engine vllm --train_batch_size 256 --ppo_mini_batch_size 64 --n 8 --max_prompt_length 512 --max_response_length 512
+  BATCH=256; LENGTH=512
+  options=(--engine vllm --train_batch_size $BATCH --ppo_mini_batch_size 64 --n 8 --max_prompt_length 512 --max_response_length $LENGTH
            --lr 1e-6 --total_epochs 3 --test_freq 10 --save_freq 20)
 else
   NGPU=${NGPU:-1}
   MODEL=${MODEL:-data/demo-$SEED/model}
   DATA=${DATA:-data/demo-$SEED}
-  options=(--engine hf --train_batch_size 64 --ppo_mini_batch_size 16 --n 8 --max_prompt_length 32 --max_response_length 16
+  BATCH=64; LENGTH=16
+  options=(--engine hf --train_batch_size $BATCH --ppo_mini_batch_size 16 --n 8 --max_prompt_length 32 --max_response_length $LENGTH
            --max_tokens_per_micro_batch 4096 --lr 3e-4 --lr_scheduler_type linear --warmup_steps 10 --clip_ratio_high 0.28 --total_training_steps 300 --test_freq 25 --save_freq 50)
 fi
-case "$ALGO" in
-  grpo) script=grpo.py;;
-  *) echo "run.sh: unknown ALGO '$ALGO'; grpo" >&2; exit 2;;
+script=grpo.py
+case "$ALGO" in  # what each paper sets; README.md has the table
+  grpo) ;;
+  dr_grpo) options+=(--norm_adv_by_std_in_grpo false --loss_agg_mode seq-mean-token-sum-norm);;
+  dapo) options+=(--clip_ratio_low 0.2 --clip_ratio_high 0.28 --loss_agg_mode token-mean --filter_groups true --overlong_buffer_len $((LENGTH / 5)));;
+  gspo) options+=(--loss gspo --loss_agg_mode seq-mean-token-mean --clip_ratio_low 3e-4 --clip_ratio_high 4e-4);;
+  rloo) options+=(--adv_estimator rloo --loss_agg_mode seq-mean-token-sum --use_kl_in_reward true --kl_coef 0.01);;
+  reinforce_pp) options+=(--adv_estimator reinforce_plus_plus --use_kl_in_reward true --kl_coef 0.01);;
+  reinforce_pp_baseline) options+=(--adv_estimator reinforce_plus_plus_baseline --use_kl_loss true --kl_loss_type k2 --kl_loss_coef 0.001);;
+  remax) options+=(--adv_estimator remax --loss gpg --use_kl_in_reward true --kl_coef 0.001);;
+  opo) options+=(--adv_estimator opo --ppo_mini_batch_size "$BATCH");;
+  gpg) options+=(--adv_estimator gpg --loss gpg);;
+  passk) options+=(--adv_estimator grpo_passk);;
+  cispo) options+=(--loss cispo --clip_ratio_low 1 --clip_ratio_high 4);;
+  gmpo) options+=(--loss geo_mean --loss_agg_mode seq-mean-token-mean --clip_ratio_low 0.4 --clip_ratio_high 0.4);;
+  sapo) options+=(--loss sapo --loss_agg_mode seq-mean-token-mean --tau_pos 1.0 --tau_neg 1.05);;
+  clip_cov) options+=(--loss clip_cov --clip_ratio_high 0.2 --clip_cov_ratio 2e-4 --clip_cov_lb 1 --clip_cov_ub 5);;
+  kl_cov) options+=(--loss kl_cov --kl_cov_ratio 2e-4 --ppo_kl_coef 1);;
+  *) echo "run.sh: unknown ALGO '$ALGO'; one of grpo dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg passk cispo gmpo sapo clip_cov kl_cov" >&2; exit 2;;
 esac
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -285,7 +285,7 @@ def evaluate_ema_reference(file, case, rows, parts):
     ref, policy = (torch.nn.ParameterList([tensor(given[key])[rows]]) for key in ("ema_init", "policy_init"))
     found = torch.zeros(given["steps"], len(given["ema_init"]), dtype=torch.float64)
     for step in range(given["steps"]):
-        grpo.move_reference(ref, policy, 1 - given["ema_weight_on_old"])
+        grpo.ema_update(ref, policy, 1 - given["ema_weight_on_old"])
         found[step, rows] = ref[0].detach()
         policy[0].data += given["policy_increment_per_step"]
     return {"ema_after_each_step": found}
