@@ -282,6 +282,8 @@ def make_logger(args, run_dir, start_step):
 
 def dump_rollouts(run_dir, step, rows):
     """rollouts/step_N.jsonl, one JSON object a response."""
+    if not rows:
+        return
     (run_dir / "rollouts").mkdir(exist_ok=True)
     with (run_dir / "rollouts" / f"step_{step}.jsonl").open("w") as f:
         f.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)

@@ -47,7 +47,7 @@ from tqdm import tqdm
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           GenerationConfig)
 
-from merge import find_checkpoint, load_checkpoint, make_logger, save_checkpoint
+from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, save_checkpoint
 from prepare_data import batch_rows, load_prompts, resolve_model
 from reward import Scorer, method_for, summarize
 from rollout import Sample, Sampling, build_engine, must_sleep, request_seeds, score, validate
@@ -334,6 +334,8 @@ def load_model(path, args, device, head="lm", train=True, fp32=True):
         if not isinstance(getattr(model, "score", None), torch.nn.Linear) or model.score.bias is not None:
             raise ValueError(f"{type(model).__name__} has no plain linear head named score: critics and reward models of this architecture are not supported")
         if "score.weight" in found["missing_keys"]:
+            if not train:
+                raise ValueError(f"{path} is no reward model: it has no head score.weight; give a sequence classification model with one label")
             torch.nn.init.zeros_(model.score.weight)
         model.token_values = types.MethodType(token_values, model)
     for module in model.modules():
@@ -345,6 +347,7 @@ def load_model(path, args, device, head="lm", train=True, fp32=True):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = model.base_model.layers
     if args.compile == "true":
+        torch._dynamo.config.recompile_limit = 64  # actor, critic and reference share the code of a layer, each with and without gradient
         if head == "lm":
             model.head_logprobs = torch.compile(head_logprobs, dynamic=True)
         for layer in layers:
@@ -456,7 +459,8 @@ def batch_values(critic, samples, offsets, args, device):
 def model_scores(model, samples, args, device):
     """A reward or cost model's score (N,) of each sample: the scalar head at its last token, as transformers' own forward takes it."""
     scores = torch.zeros(len(samples), device=device)
-    model.to(device)
+    if not args.offload_policy:
+        model.to(device)
     for rows in micro_batches(samples, range(len(samples)), 2 * args.max_tokens_per_micro_batch):
         inputs, _ = pack([samples[i] for i in rows or [0]], device)
         inputs["index"] = inputs["cu_seq_lens_q"][1:].long() - 1
@@ -572,6 +576,7 @@ def mix_advantages(reward_advantages, cost_advantages, multiplier):
 @torch.no_grad()
 def ema_update(ref, model, alpha):
     """Reference <- (1 - alpha) reference + alpha model (TR-DPO, 2404.09656; alpha is the model's share as in TRL), shard by shard."""
+    ref.reshard(), model.reshard()  # after a forward without gradient FSDP2 leaves the root's parameters unsharded
     for old, new in zip(ref.parameters(), model.parameters()):
         old.lerp_(new.to(old.dtype), alpha)
 
@@ -724,6 +729,8 @@ def setup(args):
     for option in ("reward_model", "cost_model"):
         if getattr(args, option):
             judges[option] = resolve_model(getattr(args, option), option)
+            if judges[option][1].num_labels != 1:
+                raise ValueError(f"--{option} {getattr(args, option)} has {judges[option][1].num_labels} labels; give a sequence classification model with one")
             if not judges[option][2].chat_template and judges[option][2].get_vocab() != tokenizer.get_vocab():
                 raise ValueError(f"--{option} {getattr(args, option)} has another tokenizer than the actor and no chat template to write conversations "
                                  "with; add a chat_template.jinja to its directory")
@@ -733,6 +740,8 @@ def setup(args):
     if args.reward_fn == "auto":
         for source in {row["data_source"] for row in train + val}:
             method_for(source)  # raises for one that has no rule
+    if args.reward_model and 0 < len(val) < world:
+        raise ValueError(f"--val_files has {len(val)} prompts, less than one for each of {world} GPUs; add some, or give --val_files ''")
     cores = (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])
     workers = args.reward_workers or max(1, min(8, cores - 1))
     scorer = Scorer(args.reward_fn, workers=workers, timeout=args.reward_timeout) if args.reward_fn != "none" else None
@@ -770,7 +779,7 @@ def main():
     saved = trained | ({"ref": (ref, None)} if args.ref_ema_steps else {})
     state = {"step": 0, "kl_coef": args.kl_coef, "rewards": {"count": 0, "mean": 0.0, "m2": 0.0}, "log_lambda": math.log(args.lambda_init), "costs": []}
     if resume_from:
-        state |= {k: v for k, v in load_checkpoint(resume_from, saved).items() if k in state}
+        state |= {k: v for k, v in load_checkpoint(resume_from, saved).items() if k in state and (k, args.kl_ctrl) != ("kl_coef", "fixed")}
     parameters, start_step = sum(p.numel() for p in actor.parameters()), state["step"]
     steps_per_epoch = len(train) // args.train_batch_size
     total_steps = args.total_training_steps or args.total_epochs * steps_per_epoch
@@ -853,15 +862,15 @@ def main():
         # 4. KL in the reward, advantages and returns, one a token.
         with timer(timing, "adv"):
             keep = present.repeat_interleave(lengths)                                                           # (R,) tokens with a loss
-            kl = torch.zeros(offsets[-1], dtype=torch.float64)
+            kl, beta = torch.zeros(offsets[-1], dtype=torch.float64), state["kl_coef"]                          # (R,); 0 without a penalty
             if args.use_kl_in_reward:
                 kl = kl_penalty(old_logp, ref_logp, args.kl_penalty).double().cpu()
                 current_kl = stats("kl", row_means(kl, lengths)[present])["kl/mean"]
-                metrics |= {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": state["kl_coef"]}
-            rewards = token_rewards(scores.nan_to_num(0.0), kl, state["kl_coef"], lengths)                      # (R,)
+                metrics |= {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
+            rewards = token_rewards(scores.nan_to_num(0.0), kl, beta, lengths)                                  # (R,)
             advantages, returns = gae(rewards, values.cpu(), lengths, args.gamma, args.lam)                     # (R,), (R,)
             if args.use_kl_in_reward and args.kl_ctrl == "adaptive":
-                state["kl_coef"] = next_kl_coef(state["kl_coef"], current_kl, args.train_batch_size * args.n, args.kl_target, args.kl_horizon)
+                state["kl_coef"] = next_kl_coef(beta, current_kl, args.train_batch_size * args.n, args.kl_target, args.kl_horizon)
             if safe:  # the multiplier moves first, by the costs of the last responses; KL raises costs as it lowers rewards
                 everyone = [None] * world
                 dist.all_gather_object(everyone, costs[~costs.isnan()].tolist())
@@ -869,7 +878,7 @@ def main():
                 mean_cost = float(np.mean(state["costs"] or [args.cost_threshold]))
                 if step > args.lambda_update_delay_steps:
                     state["log_lambda"] = next_log_lambda(state["log_lambda"], mean_cost, args)
-                cost_advantages, cost_returns = gae(token_rewards(costs.nan_to_num(0.0), -kl, metrics.get("actor/reward_kl_penalty_coeff", 0.0), lengths),
+                cost_advantages, cost_returns = gae(token_rewards(costs.nan_to_num(0.0), -kl, beta, lengths),
                                                     cost_values.cpu(), lengths, args.gamma, args.lam)
                 cost_returns = cost_returns.float().to(device)
                 advantages = mix_advantages(advantages, cost_advantages, math.exp(state["log_lambda"]))
@@ -942,13 +951,9 @@ def main():
                 metrics["perf/mfu"] = 6 * parameters * num_tokens * args.ppo_epochs * (len(trained) - (step <= args.critic_warmup)) / seconds / world / peak
         if rank == 0:
             log(step, metrics)
-            if args.dump_rollouts:
-                (run_dir / "rollouts").mkdir(exist_ok=True)
-                with (run_dir / "rollouts" / f"step_{step}.jsonl").open("w") as f:
-                    for i in range(min(args.dump_rollouts, len(samples))):
-                        f.write(json.dumps({"prompt": tokenizer.decode(samples[i].prompt_ids), "response": texts[i], "ground_truth": prompts[i]["ground_truth"],
-                                            "score": scores[i].item(), "finish_reason": samples[i].finish_reason, "response_ids": samples[i].response_ids},
-                                           ensure_ascii=False, default=str) + "\n")
+            dump_rollouts(run_dir, step, [
+                {"prompt": tokenizer.decode(samples[i].prompt_ids), "response": texts[i], "ground_truth": prompts[i]["ground_truth"], "score": scores[i].item(),
+                 "finish_reason": samples[i].finish_reason, "response_ids": samples[i].response_ids} for i in range(min(args.dump_rollouts, len(samples)))])
 
     for s in filter(None, (scorer, cost_scorer)):
         s.close()

@@ -41,6 +41,9 @@ fi
 script=grpo.py
 case "$ALGO" in  # what each paper sets; README.md has the table
   grpo) ;;
+  ppo) script=ppo.py
+    if [ "$GPU" = 1 ]; then options+=(--n 1 --max_response_length 256 --critic_lr 1e-5 --total_epochs 15 --save_freq 10)
+    else options+=(--critic_lr 1e-4); fi;;
   dr_grpo) options+=(--norm_adv_by_std_in_grpo false --loss_agg_mode seq-mean-token-sum-norm);;
   dapo) options+=(--clip_ratio_low 0.2 --clip_ratio_high 0.28 --loss_agg_mode token-mean --filter_groups true --overlong_buffer_len $((LENGTH / 5)));;
   gspo) options+=(--loss gspo --loss_agg_mode seq-mean-token-mean --clip_ratio_low 3e-4 --clip_ratio_high 4e-4);;
@@ -56,7 +59,7 @@ case "$ALGO" in  # what each paper sets; README.md has the table
   sapo) options+=(--loss sapo --loss_agg_mode seq-mean-token-mean --tau_pos 1.0 --tau_neg 1.05);;
   clip_cov) options+=(--loss clip_cov --clip_ratio_high 0.2 --clip_cov_ratio 2e-4 --clip_cov_lb 1 --clip_cov_ub 5);;
   kl_cov) options+=(--loss kl_cov --kl_cov_ratio 2e-4 --ppo_kl_coef 1);;
-  *) echo "run.sh: unknown ALGO '$ALGO'; one of grpo dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg passk cispo gmpo sapo clip_cov kl_cov" >&2; exit 2;;
+  *) echo "run.sh: unknown ALGO '$ALGO'; one of grpo ppo dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg passk cispo gmpo sapo clip_cov kl_cov" >&2; exit 2;;
 esac
 
 # ---------------------------------------------------------------------------------------------------------------------
