@@ -438,12 +438,12 @@ def sum_by(index, values, size):
 def overlong_penalty(lengths, max_length, buffer, factor):
     """DAPO's soft punishment (2503.14476, eq. 13): 0 up to max_length - buffer, from there linearly down to -factor at max_length and beyond.
     buffer 0: none.  (N,) -> (N,)"""
-    return -factor * ((lengths - (max_length - buffer)) / max(buffer, 1)).clamp(0, 1 if buffer else 0).double()
+    return -factor * ((lengths.double() - (max_length - buffer)) / max(buffer, 1)).clamp(0, 1 if buffer else 0)
 
 
 def shaped_rewards(args, scores, samples):
     """Score of each response, less what its length costs; NaN: a score that could not be had.  (N,)"""
-    lengths = torch.tensor([len(s.response_ids) for s in samples])
+    lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.float64)
     return (torch.tensor([s.score for s in scores], dtype=torch.float64) - args.length_penalty * lengths / args.max_response_length
             + overlong_penalty(lengths, args.max_response_length, args.overlong_buffer_len, args.overlong_penalty_factor))
 
@@ -595,6 +595,9 @@ def rollout_correction(args, log_ratio, lengths, mask):
         elif level != "token":
             value = (sum_by(row, value, size) / (count if level == "seq_mean" else 1.0))[row]
         keep = keep & (value <= high) & (value >= low)
+    if args.rollout_rs != "none":
+        before, after = all_sum(mask.sum(), keep.sum())
+        metrics["rollout/rs_masked_frac"] = 1 - after / max(before, 1)
     return weights, keep, metrics
 
 

@@ -47,10 +47,10 @@ case "$ALGO" in  # what each paper sets; README.md has the table
   dr_grpo) options+=(--norm_adv_by_std_in_grpo false --loss_agg_mode seq-mean-token-sum-norm);;
   dapo) options+=(--clip_ratio_low 0.2 --clip_ratio_high 0.28 --loss_agg_mode token-mean --filter_groups true --overlong_buffer_len $((LENGTH / 5)));;
   gspo) options+=(--loss gspo --loss_agg_mode seq-mean-token-mean --clip_ratio_low 3e-4 --clip_ratio_high 4e-4);;
-  rloo) options+=(--adv_estimator rloo --loss_agg_mode seq-mean-token-sum --use_kl_in_reward true --kl_coef 0.01);;
-  reinforce_pp) options+=(--adv_estimator reinforce_plus_plus --use_kl_in_reward true --kl_coef 0.01);;
-  reinforce_pp_baseline) options+=(--adv_estimator reinforce_plus_plus_baseline --use_kl_loss true --kl_loss_type k2 --kl_loss_coef 0.001);;
-  remax) options+=(--adv_estimator remax --loss gpg --use_kl_in_reward true --kl_coef 0.001);;
+  rloo) options+=(--adv_estimator rloo --loss_agg_mode seq-mean-token-sum --use_kl_in_reward true);;
+  reinforce_pp) options+=(--adv_estimator reinforce_plus_plus --use_kl_in_reward true);;
+  reinforce_pp_baseline) options+=(--adv_estimator reinforce_plus_plus_baseline --use_kl_loss true --kl_loss_type k2);;
+  remax) options+=(--adv_estimator remax --loss gpg --use_kl_in_reward true);;
   opo) options+=(--adv_estimator opo --ppo_mini_batch_size "$BATCH");;
   gpg) options+=(--adv_estimator gpg --loss gpg);;
   passk) options+=(--adv_estimator grpo_passk);;

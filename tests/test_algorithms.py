@@ -30,19 +30,27 @@ of the whole batch's shape, 0 elsewhere, so that their sum over ranks is the ans
 gae, value_loss, safe_rlhf and reward_zscore belong to ppo.py; gsm8k_reward and math_reward to reward.py.
 """
 import json
+import math
+import os
+import re
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo
-from test_grpo import VECTORS, close, fork, tensor
+from rollout import Sample
+from test_grpo import VECTORS, close, fork, run, stored, tensor, without_clock
 from test_rollout import process_group  # noqa: F401
 
+SLOW = bool(os.environ.get("SLOW"))
 LAYOUTS = ["whole", "row by row", "two ranks"]
 
 
@@ -425,3 +433,295 @@ def test_raising_cases():
             with pytest.raises(ValueError, match="--n 1 "):
                 grpo.check(grpo.Args(adv_estimator="grpo_passk", n=1), 1)
             assert grpo.group_advantages("grpo_passk", torch.tensor([3.0, 1.0, 0.5]), torch.tensor([0, 1, 1])).tolist()[0] == 0
+
+
+# ---- section D of the public faults, by number (42, GAE across masked cells, is ppo.py's)
+
+def test_fault_34_all_masked_micro_batch():
+    """Masks [[0, 0], [1, 1]], a row a micro-batch, losses 1: total 1, of which the first gives exactly 0, with a gradient of 0."""
+    parts = []
+    for length in (0, 2):
+        losses = torch.ones(2, requires_grad=True)
+        weight = grpo.loss_weights(torch.tensor([0, 2]), "token-mean", 2, 1, 2)[length // 2] * (length > 0)
+        parts.append(torch.where(weight > 0, losses * weight, 0.0).sum())
+        parts[-1].backward()
+        assert losses.grad.isfinite().all()
+    assert [p.item() for p in parts] == [0.0, 1.0]
+
+
+def test_fault_35_nan_in_a_masked_cell(process_group):
+    """Values [nan, 2, 4], mask [0, 1, 1]: mean 3, gradient 0 in the masked cell; whitened [0, -.7071, .7071]."""
+    values, mask, row = torch.tensor([float("nan"), 2.0, 4.0], requires_grad=True), torch.tensor([False, True, True]), torch.zeros(3, dtype=torch.long)
+    mean = grpo.row_mean(values, row, mask)
+    assert mean.tolist() == [3, 3, 3]
+    mean[0].backward()
+    assert values.grad.tolist() == [0, 0.5, 0.5]
+    close(grpo.whiten(values.detach().double(), mask), [0, -0.707107, 0.707107], atol=1e-6)
+
+
+def test_fault_37_k3_does_not_overflow():
+    """log-prob -45 against -5: 10 with a gradient of 0, in bf16 too; differences of .5: .14872 and .10653."""
+    for dtype in (torch.float32, torch.bfloat16):
+        logp = torch.tensor([-45.0], dtype=dtype, requires_grad=True)
+        value = grpo.kl_penalty(logp, torch.tensor([-5.0], dtype=dtype), "k3")
+        value.backward()
+        assert value.item() == 10 and logp.grad.item() == 0
+    close(grpo.kl_penalty(torch.tensor([-1.5, -1.0]), torch.tensor([-1.0, -1.5]), "k3"), [0.14872, 0.10653], atol=1e-5)
+
+
+def test_fault_38_a_group_or_a_batch_of_one(process_group):
+    """Ours is 0 with a start-up error for estimators that compare siblings, where verl gives the raw reward; a single token whitens to 0."""
+    for kind in ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"):
+        assert grpo.group_advantages(kind, torch.tensor([0.7]), torch.tensor([0]), torch.tensor([3])).tolist() == [0]
+        with pytest.raises(ValueError, match="--n 1 "):
+            grpo.check(grpo.Args(adv_estimator=kind, n=1), 1)
+    for kind in ("reinforce_plus_plus", "remax"):  # need no siblings
+        grpo.check(grpo.Args(adv_estimator=kind, n=1), 1)
+    assert grpo.whiten(torch.tensor([0.7], dtype=torch.float64), torch.tensor([True])).tolist() == [0]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"])
+def test_fault_39_equal_rewards(process_group, kind):
+    """Ten rewards of 1.1 in fp32: exactly 0."""
+    rewards = torch.full((10,), 1.1)
+    assert grpo.group_advantages(kind, rewards, torch.zeros(10, dtype=torch.long), torch.arange(10)).tolist() == [0] * 10
+
+
+def test_fault_40_groups_in_any_order():
+    """Prompts a, b, a, b with rewards 1, 1, 0, 1: .7071, 0, -.7071, 0."""
+    close(grpo.group_advantages("grpo", torch.tensor([1.0, 1, 0, 1]), torch.tensor([0, 1, 0, 1])), [0.707107, 0, -0.707107, 0], atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"])
+@pytest.mark.parametrize("norm", [True, False])
+def test_fault_40_shuffled_rows(process_group, kind, norm):
+    generator = torch.Generator().manual_seed(0)
+    rewards, lengths, group = torch.randn(24, generator=generator).double(), torch.randint(0, 6, (24,), generator=generator), torch.arange(24) // 4
+    rewards[5] = float("nan")
+    args = grpo.Args(adv_estimator=kind, norm_adv_by_std_in_grpo=norm)
+
+    def padded(order):  # (24, 6): the advantages of each row in the order of the rows
+        mask = (torch.arange(6) < lengths[order, None])
+        row_mask = ~rewards[order].isnan().repeat_interleave(lengths[order])
+        found = grpo.token_advantages(args, rewards[order], torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths[order], group[order], row_mask, torch.ones(24))
+        return torch.zeros(24, 6, dtype=torch.float64).index_copy(0, order, at(mask, found))
+    plain = padded(torch.arange(24))
+    assert plain.abs().max() > 0.1 and (plain[5] == 0).all() and plain.isfinite().all()
+    close(padded(torch.randperm(24, generator=generator)), plain, rtol=1e-12, atol=1e-14)
+
+
+def test_fault_43_kl_is_charged_once_with_the_right_sign(process_group, capsys):
+    """Score 1, log-probs [-1, -2], reference [-1.5, -1.8], weight .1: rewards [-.05, 1.02]. In the loss +weight * k3, and rewards stay."""
+    logp, ref_logp = torch.tensor([-1.0, -2.0], dtype=torch.float64), torch.tensor([-1.5, -1.8], dtype=torch.float64)
+    rewards, _, _ = grpo.kl_in_reward(torch.tensor([0.0, 1.0], dtype=torch.float64), logp, ref_logp, torch.tensor([0, 0]), 1, "kl", 0.1)
+    close(rewards, [-0.05, 1.02])
+    assert (grpo.kl_penalty(logp, ref_logp, "k3") >= 0).all()
+    args = grpo.Args()
+    assert not args.use_kl_in_reward and not args.use_kl_loss  # each by its own switch
+    for changed, word in (dict(kl_coef=0.1), "--kl_coef 0.1 does nothing"), (dict(kl_loss_coef=0.1), "--kl_loss_coef 0.1 does nothing"):
+        grpo.check(grpo.Args(**changed), 1)
+        assert word in capsys.readouterr().out
+    grpo.check(grpo.Args(kl_coef=0.1, use_kl_in_reward=True, kl_loss_coef=0.1, use_kl_loss=True), 1)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("limit, used, order, surplus", [(3, 3, "1a 3a 3b", 0), (4, 4, "1a 3a 3b 4a", 2)])
+def test_fault_44_dynamic_sampling(limit, used, order, surplus):
+    """Four groups wanted; batches of four hold 1, 0, 2 and 3 usable ones. Three draws: train on three. Four: the first four, two are left over."""
+    drawn = []
+
+    def draw(k):
+        drawn.append(k)
+        return [[(f"{k + 1}{'abcd'[i]}", SimpleNamespace(score=s)) for s in ((1.0, 0.0) if i < (1, 0, 2, 3)[k] else (1.0, 1.0))] for i in range(4)]
+    groups, found, metrics = grpo.fill_batch(draw, 4, limit)
+    assert found == used and drawn == list(range(limit)) and len(groups) == 4
+    assert " ".join(group[0][0] for group in groups[:used]) == order
+    assert all(len({score.score for _, score in group}) == 1 for group in groups[used:])
+    assert metrics == {"training/gen_batches": limit, "training/groups_used": used, "training/groups_constant": 4 * limit - used - surplus,
+                       "training/groups_surplus": surplus, "training/sampled_score_mean": pytest.approx(1 - (used + surplus) / (8 * limit))}
+
+
+def test_fault_45_adaptive_kl():
+    """Coefficient .02, target .1, horizon 10000, 500 responses: a KL of .16 makes it .0202, one of .09 .0199. (Resuming: below.)"""
+    args = grpo.Args(kl_ctrl="adaptive", kl_target=0.1, kl_horizon=10000)
+    assert grpo.next_kl_coef(args, 0.02, 0.16, 500) == pytest.approx(0.0202) and grpo.next_kl_coef(args, 0.02, 0.09, 500) == pytest.approx(0.0199)
+
+
+# ---- by hand
+
+def test_shaped_rewards_by_hand():
+    """Lengths 2, 8, 9, 10 of at most 10, buffer 4: overlong penalties 0, -.5, -.75, -1 (times 2); length penalty .1 a tenth of the length."""
+    samples = [Sample([1], [5] * n, "stop", None) for n in (2, 8, 9, 10)]
+    scores = [SimpleNamespace(score=s) for s in (1.0, 0.0, float("nan"), 1.0)]
+    shaped = grpo.shaped_rewards(grpo.Args(max_response_length=10, overlong_buffer_len=4, overlong_penalty_factor=2.0, length_penalty=0.1), scores, samples)
+    close(shaped.nan_to_num(99), [0.98, -1.08, 99, -1.1])
+    assert grpo.shaped_rewards(grpo.Args(), scores, samples).nan_to_num(99).tolist() == [1, 0, 99, 1]
+
+
+def test_passk_by_hand():
+    """Rewards 1, .25, 0, nan: the lead of the best, .75; with two best ones nothing. Sample std of [1, .25, 0]: .52042."""
+    nan = float("nan")
+    given = torch.tensor([1, 0.25, 0, nan, 1, 1, 0, 0]), torch.arange(8) // 4
+    close(grpo.group_advantages("grpo_passk", *given, norm_by_std=False), [0.75, 0, 0, 0, 0, 0, 0, 0])
+    close(grpo.group_advantages("grpo_passk", *given)[0], 0.75 / (0.5204165 + 1e-6), rtol=1e-6)
+
+
+def test_clip_cov_takes_its_share_at_random(process_group):
+    """40 tokens, half of them candidates, a share of a tenth: the 4 luckiest candidates."""
+    args = grpo.Args(loss="clip_cov", clip_cov_ratio=0.1, clip_cov_lb=0.5, clip_cov_ub=5.0)
+    advantages, logp = torch.tensor([1.0, -1.0] * 20), torch.tensor([-1.0, -3.0, -3.0, -1.0] * 10)  # covariance +1, +1, -1, -1
+    luck = torch.rand(40, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(40) > -1
+    candidates = [i for i in range(40) if i % 4 < 2]
+    chosen = grpo.covariant_tokens(args, logp, logp, advantages, mask, luck)
+    assert chosen.nonzero()[:, 0].tolist() == sorted(sorted(candidates, key=lambda i: -luck[i])[:4])
+    mask = torch.arange(40) < 20  # statistics and shares of the unmasked tokens alone
+    assert grpo.covariant_tokens(args, logp, logp, advantages, mask, luck).nonzero()[:, 0].tolist() == sorted(sorted(candidates[:10], key=lambda i: -luck[i])[:2])
+
+
+@pytest.mark.parametrize("changed, words", [
+    (dict(rollout_rs="token_k4"), ["--rollout_rs token_k4", "no statistic"]), (dict(rollout_rs="token,sequence"), ["--rollout_rs token,sequence", "as many thresholds"]),
+    (dict(rollout_rs="token", rollout_rs_threshold="a_2"), ["--rollout_rs_threshold a_2"]), (dict(rollout_is_threshold=0.0), ["--rollout_is_threshold 0.0"]),
+    (dict(overlong_buffer_len=300), ["--overlong_buffer_len 300", "256"]), (dict(ignore_eos=True, mask_truncated=True), ["--mask_truncated true"]),
+    (dict(filter_groups=True, n=1, adv_estimator="remax"), ["--n 1", "--filter_groups"]), (dict(kl_target=0.0), ["--kl_target 0.0"]),
+    (dict(kl_ctrl="adaptive", kl_horizon=400), ["--kl_horizon 400", "2048", "negative"]), (dict(gamma=1.5), ["--gamma 1.5"]), (dict(ref_ema_alpha=2.0), ["--ref_ema_alpha 2.0"])])
+def test_check_names_the_algorithms_options(changed, words):
+    with pytest.raises(ValueError) as error:
+        grpo.check(grpo.Args(**changed), 1)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_check_warns_and_sets(capsys):
+    args = grpo.Args(loss="gspo", ref_ema_steps=5, rollout_is="token")
+    grpo.check(args, 1)
+    said = capsys.readouterr().out
+    assert "--loss gspo is meant for --loss_agg_mode seq-mean-token-mean" in said and "--ref_ema_steps does nothing" in said
+    assert args.rollout_logprobs == 1
+
+
+# ---- in the script
+
+def algorithms(batch, length):
+    """{ALGO: options} of run.sh's case block."""
+    lines = re.findall(r"^  (\w+)\) (?:options\+=\((.*)\))?;;$", (Path(grpo.__file__).parent / "run.sh").read_text(), re.M)
+    plain = {name: words.replace("$((LENGTH / 5))", str(length // 5)).replace('"$BATCH"', str(batch)).split() for name, words in lines}
+    return {name: dict(zip((w[2:] for w in words[::2]), words[1::2], strict=True)) for name, words in plain.items() if name != "ppo"}
+
+
+NAMES = "grpo dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg passk cispo gmpo sapo clip_cov kl_cov".split()
+COMBINED = {  # an ALGO and what else goes with it; with shares of Clip-Cov and KL-Cov that are more than one token here
+    "dapo": dict(loss="gspo", rollout_is="sequence", rollout_is_batch_normalize="true", top_p=0.9, mask_truncated="true", max_response_length=4, overlong_buffer_len=2),
+    "reinforce_pp": dict(loss="clip_cov", clip_cov_ratio=0.2, clip_cov_lb=-100, clip_cov_ub=100, kl_coef=0.1, kl_ctrl="adaptive", kl_horizon=10),
+    "gpg": dict(loss="kl_cov", kl_cov_ratio=0.3, ppo_kl_coef=10, use_kl_loss="true", kl_loss_coef=0.1, ref_ema_steps=1, rollout_rs="token,seq_mean_k3", rollout_rs_threshold="0.98_1.02,0.1", top_p=0.9),
+    "remax": dict(loss="geo_mean", loss_agg_mode="seq-mean-token-mean", clip_ratio_low=0.01, clip_ratio_high=0.01, rollout_is="token", top_p=0.9, length_penalty=0.3)}
+COMBINED |= {name: {} for name in NAMES if SLOW and name not in COMBINED}
+
+
+def test_run_sh_knows_them():
+    assert list(algorithms(64, 16)) == NAMES
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_two_ranks_in_small_pieces_equal_one(process_group, demo, tmp_path, name):
+    """Two steps of two updates: on one rank in one piece, on two ranks with a sample or two a micro-batch. Metrics, and both of AdamW's moments."""
+    given = {"ppo_mini_batch_size": 4} | algorithms(8, 10)[name] | COMBINED[name]
+    rows, moments = [], []
+    for ranks, budget in (1, 4096), (2, 60):
+        (tmp_path / str(ranks)).mkdir()
+        done = run(demo, tmp_path / str(ranks), ranks=ranks, max_tokens_per_micro_batch=budget, train_batch_size=8, lr=2e-4, total_training_steps=2, save_freq=2,
+                   max_grad_norm=1e9, rollout_logprobs=1, seed=1, **given)
+        rows.append(done.rows)
+        moments.append(stored(done.path / "global_step_2/actor"))
+    for one, two, rel in zip(*rows, (1e-5, 1e-3)):  # AdamW magnifies rounding
+        assert one["actor/grad_norm"] > 1e-3 and one["actor/skipped_updates"] == 0
+        for key in (key for key in one if not key.startswith(("timing", "perf", "rollout/k", "rollout/probs"))):
+            assert two[key] == pytest.approx(one[key], rel=rel, abs=1e-5), key
+    for kind in ("exp_avg", "exp_avg_sq"):
+        largest = max(m.abs().max().item() for key, m in moments[0].items() if key.endswith(kind))
+        for key in (key for key in moments[0] if key.endswith(kind)):
+            close(moments[1][key], moments[0][key], rtol=0, atol=1e-3 * largest)
+
+
+def test_resumed_run_equals_the_uninterrupted_one(process_group, demo, tmp_path):
+    """With all that has a state: batches drawn by dynamic sampling, the adaptive KL coefficient (fault 45), the moving reference (fault 57)."""
+    given = dict(filter_groups="true", max_num_gen_batches=3, use_kl_in_reward="true", kl_coef=0.05, kl_ctrl="adaptive", kl_horizon=100, kl_target=0.01,
+                 use_kl_loss="true", kl_loss_coef=0.01, ref_ema_steps=1, ref_ema_alpha=0.6, lr=1e-3, save_freq=2)
+    for name in ("straight", "stopped"):
+        (tmp_path / name).mkdir()
+    straight = run(demo, tmp_path / "straight", total_training_steps=4, **given)
+    run(demo, tmp_path / "stopped", total_training_steps=2, **given)
+    resumed = run(demo, tmp_path / "stopped", total_training_steps=4, **given)
+    assert "global_step_2" in resumed.out
+    for a, b in zip(straight.rows, resumed.rows, strict=True):
+        assert without_clock(a) == without_clock(b)
+    a, b = ({f"{part}.{k}": v for part in ("actor", "ref") for k, v in stored(done.path / "global_step_4" / part).items()} for done in (straight, resumed))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    state = json.loads((resumed.path / "global_step_4/state.json").read_text())
+    assert state["position"] == sum(row["training/gen_batches"] for row in straight.rows) > 4
+    coefs = [row["actor/reward_kl_penalty_coeff"] for row in straight.rows] + [state["kl_coef"]]
+    for row, coef, following in zip(straight.rows, coefs, coefs[1:]):
+        assert following == pytest.approx(coef * (1 + min(max(row["actor/reward_kl_penalty"] / 0.01 - 1, -0.2), 0.2) * 16 / 100), rel=1e-12)
+    assert straight.rows[0]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6) and straight.rows[-1]["actor/reward_kl_penalty"] > 1e-4
+
+
+def test_reference_moves(process_group, demo, tmp_path):
+    """By .6 of the way to the policy after the second step of two, from where the model began; and it is what the checkpoint holds."""
+    done = run(demo, tmp_path, use_kl_loss="true", ref_ema_steps=2, ref_ema_alpha=0.6, total_training_steps=2, lr=1e-3, save_freq=1)
+    begin = AutoModelForCausalLM.from_pretrained(demo / "model").state_dict()
+    for step, share in (1, 0.0), (2, 0.6):
+        actor, ref = (stored(done.path / f"global_step_{step}" / part) for part in ("actor", "ref"))
+        for name in begin:
+            close(ref[f"model.{name}"], (1 - share) * begin[name] + share * actor[f"model.{name}"], rtol=1e-6, atol=1e-7)
+    assert (actor["model.lm_head.weight"] - begin["lm_head.weight"]).abs().max() > 1e-4
+
+
+def test_correction_weighs_and_masks(demo, tmp_path):
+    """Engine and trainer agree here, so a threshold of 1/2 makes every weight 1/2, and bounds from 2 to 3 leave no token. The length penalty, too, is what it says."""
+    found = []
+    for name, changed in ("plain", {}), ("half", dict(rollout_is="token", rollout_is_threshold=0.5)), ("none", dict(rollout_rs="sequence", rollout_rs_threshold="2_3")):
+        (tmp_path / name).mkdir()
+        found += run(demo, tmp_path / name, total_training_steps=1, max_grad_norm=1e9, length_penalty=0.5, **changed).rows
+    plain, half, none = found
+    assert half["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"] / 2, rel=1e-4) and half["rollout/is_mean"] == 0.5
+    assert none["actor/skipped_updates"] == 1 and none["rollout/rs_masked_frac"] == 1
+    for row in found:
+        assert row["critic/rewards/mean"] == pytest.approx(row["critic/score/mean"] - 0.5 * row["response_length/mean"] / 10)
+        assert abs(row["rollout/kl"]) < 1e-5 and 0 <= row["rollout/k3_kl"] < 1e-9
+
+
+def test_mismatch_is_seen(demo, tmp_path):
+    """With top_p .7 the engine's probabilities are renormalised: above the trainer's, a KL of the engine to the trainer above 0."""
+    row, = run(demo, tmp_path, total_training_steps=1, top_p=0.7, rollout_is="token").rows
+    assert row["rollout/kl"] > 0.05 and 0.5 < row["rollout/is_mean"] < 0.95 and 0 < row["rollout/is_eff_sample_size"] < 1
+
+
+def test_remax_compares_with_the_greedy_answer(process_group, demo, tmp_path):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(demo / "model").eval(), AutoTokenizer.from_pretrained(demo / "model")
+    run(demo, tmp_path, adv_estimator="remax", loss="gpg", n=2, train_batch_size=8, total_training_steps=1, dump_rollouts=16)
+    dumped = [json.loads(line) for line in (tmp_path / "runs/run/rollouts/step_1.jsonl").read_text().splitlines()]
+    baselines = [d["score"] - d["advantage"] for d in dumped]
+    for first, second, d in zip(baselines[::2], baselines[1::2], dumped[::2]):
+        prompt = tokenizer(d["prompt"], return_tensors="pt", add_special_tokens=False).input_ids
+        answer = tokenizer.decode(model.generate(prompt, do_sample=False, max_new_tokens=10)[0, prompt.shape[1]:], skip_special_tokens=True)
+        assert first == second == float(answer.strip() == f"#### {d['ground_truth']}"), (answer, d)
+    assert len(set(baselines)) == 2 and len(dumped) == 16
+
+
+def test_without_a_varied_group_nothing_is_trained(process_group, demo, tmp_path):
+    """All answers score 1: two batches are drawn, both updates skipped; the metrics stay finite."""
+    (tmp_path / "reward.py").write_text("def reward(**item):\n    return 1.0\n")
+    row, = run(demo, tmp_path, reward_fn=f"{tmp_path / 'reward.py'}:reward", filter_groups="true", max_num_gen_batches=2, ppo_mini_batch_size=2, total_training_steps=1).rows
+    assert row["training/gen_batches"] == 2 and row["training/groups_used"] == 0 and row["training/groups_constant"] == 8 and row["actor/skipped_updates"] == 2
+    assert row["training/sampled_score_mean"] == 1 and all(math.isfinite(v) for v in row.values())
+
+
+@pytest.mark.parametrize("name", ["dapo", "rloo", "reinforce_pp"] + [name for name in NAMES if SLOW and name not in ("dapo", "rloo", "reinforce_pp")])
+def test_it_learns(demo, tmp_path, name):
+    """32 sums x 8 answers, 10 steps; mean score of the first three and the last three steps (of all that was sampled): dapo .26 -> .48,
+    rloo .24 -> .51, reinforce_pp .25 -> .53."""
+    table = pq.read_table(demo / "train.parquet")
+    pq.write_table(table.take(list(range(0, 352, 11))), tmp_path / "train.parquet")
+    given = {"ppo_mini_batch_size": 8} | algorithms(32, 10)[name]
+    rows = run(demo, tmp_path, train_files=tmp_path / "train.parquet", train_batch_size=32, n=8, total_training_steps=10, lr=3e-4, max_num_gen_batches=2, **given).rows
+    scores = [r.get("training/sampled_score_mean", r["critic/score/mean"]) for r in rows]
+    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.1, scores
