@@ -92,6 +92,7 @@ class Args:
     gpu_memory_utilization: float = 0.4                  # share of the GPU for vLLM's weights and KV cache
     tensor_model_parallel_size: int = 1                  # GPUs that share one vLLM engine
     max_num_seqs: int = 1024                             # sequences an engine decodes at once
+    engines_per_gpu: int = 1                             # vLLM engines that share a GPU's prompts: many short sequences keep one busy with Python
     sleep: Literal["auto", "always", "never"] = "auto"   # vLLM gives its memory back while training; auto: if both don't fit
     rollout_logprobs: float = 0.0625                     # share of responses whose engine log-probs are compared with the trainer's
     enforce_eager: bool = False                          # vLLM without CUDA graphs: starts faster, runs slower

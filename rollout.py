@@ -11,10 +11,12 @@ generation_config holds; from there only the EOS ids are taken. Every response d
 (`request_seeds`), so a run repeats itself, on any number of GPUs, as far as the engine's arithmetic does.
 """
 
+import contextlib
 import gc
 import itertools
 import math
 import os
+import socket
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -116,16 +118,22 @@ class VLLMEngine:
     engine before the trainer's model. sleep: give that memory back between rollouts. tensor_parallel_size: ranks that
     share one engine; neighbours in rank order form a group and generate each other's prompts. logprobs: share of responses
     that come back with log-probs (they cost the engine time). seed: vLLM's own, beside those of the responses.
+    kv_cache_bytes: of the cache, where it is not to be found by measuring what is free. helpers: further engines in processes
+    of their own on this rank's GPU (`Helper`), each like this one, which share the prompts: a decode step of many short sequences is
+    bound by Python, one thread an engine.
     """
 
     def __init__(self, model_path, *, dtype, device, max_model_len, max_num_seqs, eos_ids, sleep=False, gpu_memory_utilization=0.4,
-                 tensor_parallel_size=1, logprobs=0.0, seed=0, enforce_eager=False):
+                 tensor_parallel_size=1, logprobs=0.0, seed=0, enforce_eager=False, kv_cache_bytes=None, helpers=0):
+        self.helpers = [Helper(model_path, dict(dtype=dtype, device=device, max_model_len=max_model_len, max_num_seqs=max_num_seqs, eos_ids=eos_ids,
+                                                gpu_memory_utilization=gpu_memory_utilization, logprobs=logprobs, seed=seed, enforce_eager=enforce_eager,
+                                                kv_cache_bytes=kv_cache_bytes)) for _ in range(helpers)]  # they start while this one does
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         from vllm import LLM
         rank, self.on_gpu = dist.get_rank(), device.type == "cuda"
-        options = {}
+        options = {"kv_cache_memory_bytes": kv_cache_bytes} if kv_cache_bytes else {}
         if self.on_gpu:  # without graphs up to the batch size, decoding is bound by kernel launches
             options |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleep, "enforce_eager": enforce_eager,
                         "compilation_config": {"max_cudagraph_capture_size": min(1024, max_num_seqs)}}
@@ -141,9 +149,19 @@ class VLLMEngine:
         self.group = None  # the ranks that share this engine
         if tensor_parallel_size > 1:
             self.group, _ = dist.new_subgroups(tensor_parallel_size, backend="gloo")
+        weights = self.llm.apply_model(lambda m: {n: p.data for n, p in m.named_parameters(remove_duplicate=False)})[0] if helpers else None
+        for helper in self.helpers:
+            helper.call("share", weights)  # this engine's own tensors: what is written into them is there for all
 
     def generate(self, prompts, sampling, seeds):
         """One response a prompt: list of token-id lists and their seeds -> list of Sample in the same order."""
+        parts = np.array_split(np.arange(len(prompts)), 1 + len(self.helpers))  # neighbours, perhaps of one prompt, stay together
+        for helper, part in zip(self.helpers, parts[1:]):
+            helper.send("generate", [prompts[i] for i in part], sampling, [seeds[i] for i in part])
+        samples = self.generate_here([prompts[i] for i in parts[0]], sampling, [seeds[i] for i in parts[0]])
+        return samples + [sample for helper in self.helpers for sample in helper.receive()]
+
+    def generate_here(self, prompts, sampling, seeds):
         from vllm import SamplingParams
         everyone = [(prompts, seeds)]
         if self.group is not None:  # the ranks of a TP group run the same engine steps, so all prompts of the group on each
@@ -178,6 +196,27 @@ class VLLMEngine:
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
+        if self.on_gpu and self.helpers:
+            torch.cuda.synchronize()
+        for helper in self.helpers:
+            helper.send("copy")
+        for helper in self.helpers:
+            helper.receive()
+
+    def share(self, weights):
+        """In a helper: the first engine's weights, memory of both processes."""
+        self.shared = weights
+
+    def copy(self):
+        """In a helper: take over what the first engine holds now."""
+        def take(m):
+            with torch.no_grad():
+                for name, parameter in m.named_parameters():
+                    parameter.copy_(self.shared[name])
+        self.llm.apply_model(take)
+        self.llm.reset_prefix_cache()
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
     def read(self, names):
         held = self.llm.apply_model(lambda m: {n: p for n, p in m.named_parameters(remove_duplicate=False) if n in names})[0]
@@ -190,8 +229,57 @@ class VLLMEngine:
 
     def shutdown(self):
         """Last call of a run: it takes the process group down with it."""
+        for helper in self.helpers:
+            helper.process.kill()
         dist.barrier()
         self.llm.llm_engine.engine_core.shutdown()
+
+
+class Helper:
+    """A further VLLMEngine on the same GPU in a process of its own: the same methods, called through a pipe."""
+
+    def __init__(self, model_path, options):
+        context = torch.multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, str(model_path), options), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def send(self, method, *arguments):
+        self.connection.send((method, arguments))
+
+    def receive(self):
+        try:
+            result = self.connection.recv()
+        except EOFError:
+            raise RuntimeError(f"a rollout helper process ended with exit code {self.process.exitcode}; its output is above") from None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def call(self, method, *arguments):
+        self.send(method, *arguments)
+        return self.receive()
+
+
+def serve(connection, model_path, options):
+    """Life of a helper process: an engine of one rank that does what the connection asks, until the trainer is gone."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    if options["device"].type == "cuda":
+        torch.cuda.set_device(options["device"])
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options["device"].type == "cuda" else "gloo", rank=0, world_size=1)
+    try:
+        engine = VLLMEngine(model_path, **options)
+    except Exception as error:
+        connection.recv()
+        connection.send(RuntimeError(f"a rollout helper could not start: {error}"))
+        raise
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            method, arguments = connection.recv()
+            connection.send(getattr(engine, method)(*arguments))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,9 +371,17 @@ def build_engine(args, path, tokenizer, generation_config, device):
                   eos_ids=eos_token_ids(tokenizer, generation_config), logprobs=args.rollout_logprobs)
     if args.engine == "hf":
         return HFEngine(path, pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id, **common)
+    count, share, kv_cache_bytes = args.engines_per_gpu, args.gpu_memory_utilization, None
+    if count < 1 or count > 1 and (args.sleep == "always" or args.tensor_model_parallel_size > 1):
+        raise ValueError(f"--engines_per_gpu {count} must be at least 1; more than one work with --sleep never and --tensor_model_parallel_size 1 only")
+    if count > 1 and device.type == "cuda":  # engines that start at the same time can't measure what is free: weights, 3 GiB to work in, the rest is cache
+        share /= count
+        kv_cache_bytes = int(share * torch.cuda.get_device_properties(device).total_memory - 2 * count_parameters(path) - 3 * 2**30)
+        if kv_cache_bytes < 2**30:
+            raise ValueError(f"--engines_per_gpu {count} does not fit into --gpu_memory_utilization {args.gpu_memory_utilization} of the GPU: raise it or take fewer engines")
     try:
         return VLLMEngine(path, max_model_len=args.max_prompt_length + args.max_response_length, sleep=args.sleep == "always", seed=args.seed,
-                          gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=args.enforce_eager,
+                          gpu_memory_utilization=share, enforce_eager=args.enforce_eager, kv_cache_bytes=kv_cache_bytes, helpers=count - 1,
                           tensor_parallel_size=args.tensor_model_parallel_size, **common)
     except ImportError as error:
         raise ValueError(f"--engine vllm needs the package vllm ({error}); install requirements.txt or take --engine hf") from error
@@ -296,11 +392,16 @@ def build_engine(args, path, tokenizer, generation_config, device):
                          f"--max_response_length, or raise --tensor_model_parallel_size ({str(error).splitlines()[0]})") from error
 
 
+def count_parameters(model):
+    """Of a config, or of the model at a path, without making it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model) if isinstance(model, (str, os.PathLike)) else model).parameters())
+
+
 def must_sleep(args, config, world, trained=1):
     """--sleep auto: would engine and trainer together overfill the GPU? Rough upper estimate of the bytes of `trained` models of this config."""
-    from transformers import AutoModelForCausalLM
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    parameters = count_parameters(config)
     state = trained * parameters * (16 / world + 2)                                          # fp32 weight, gradient, two moments; gathered bf16
     tokens, hidden = args.max_tokens_per_micro_batch, config.hidden_size
     layer = 2 * hidden if args.gradient_checkpointing else 34 * hidden + 6 * getattr(config, "intermediate_size", 4 * hidden)

@@ -196,6 +196,26 @@ def tp_worker(folder):
     engine.shutdown()
 
 
+def helper_worker(folder):
+    """One engine against two on the same device, the second in a process of its own: the same samples, and its weights follow."""
+    grpo.init_distributed()
+    args, prompts, seeds = make_args("vllm", engines_per_gpu=2), random_prompts(7, 40), list(range(7))
+    engine, model = make_engine(args, folder / "model"), grpo.load_model(folder / "model", args, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    result = {"stale": [], "synced": [], "same": []}
+    for step in range(3):
+        change(optimizer, step)
+        result["stale"].append(logp_error(engine, model, args, prompts, seeds)[0])
+        engine.update_weights(model)
+        error, samples = logp_error(engine, model, args, prompts, seeds)
+        result["synced"].append(error)
+        result["same"].append([s.response_ids for s in samples] == [s.response_ids for s in engine.generate_here(prompts, Sampling(max_tokens=8), seeds)])
+    result["prompts"] = [s.prompt_ids for s in samples] == prompts
+    result["few"] = [len(engine.generate(prompts[:n], Sampling(max_tokens=2), seeds[:n])) for n in (0, 1, 2)]
+    (folder / "result.json").write_text(json.dumps(result))
+    engine.shutdown()
+
+
 def run_script(*command, ok=True, cwd=None):
     """Run python with a clean torchrun environment; the finished process. ok: it must succeed."""
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -295,6 +315,15 @@ def check_distribution(samples, expected):
         assert s["logp"] == pytest.approx([math.log(expected[s["response_ids"][0]])], abs=2e-4)
     chi2 = sum((drawn.count(token) - len(drawn) * p) ** 2 / (len(drawn) * p) for token, p in expected.items())
     assert chi2 < {1: 1e-9, 2: 10.83, 3: 13.82, 4: 16.27}[len(expected)]
+
+
+@needs_vllm
+def test_vllm_helper_processes_share_the_prompts(tmp_path):
+    save_model(tmp_path / "model", "qwen2 tied" if "qwen2 tied" in MODELS else next(iter(MODELS)))
+    run_script(__file__, "helper_worker", tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert max(result["synced"]) < 1e-4 and min(result["stale"]) > 0.1, result
+    assert result["same"] == [True] * 3 and result["prompts"] and result["few"] == [0, 1, 2]
 
 
 @needs_vllm
@@ -450,4 +479,4 @@ def test_a_sync_that_can_not_be_checked_raises(process_group, tmp_path, load, he
 
 
 if __name__ == "__main__":
-    {"vllm_worker": vllm_worker, "tp_worker": tp_worker}[sys.argv[1]](Path(sys.argv[2]))
+    {"vllm_worker": vllm_worker, "tp_worker": tp_worker, "helper_worker": helper_worker}[sys.argv[1]](Path(sys.argv[2]))
