@@ -22,7 +22,6 @@ import json
 import math
 import os
 import re
-import socket
 import sys
 import time
 import types
@@ -42,10 +41,11 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, GenerationConfig
 
-from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, save_checkpoint
+from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, perf_metrics, save_checkpoint, stats, timer
 from prepare_data import batch_rows, load_prompts, resolve_model
 from reward import Scorer, method_for, summarize
-from rollout import Sampling, build_engine, must_sleep, request_seeds, score, validate
+from rollout import (Sampling, all_sum, build_engine, init_distributed, must_sleep, print0, rejection_rules, request_seeds, rollout_correction, score,
+                     validate)
 
 
 @dataclass
@@ -84,6 +84,7 @@ class Args:
     gpu_memory_utilization: float = 0.4                  # share of the GPU for vLLM's weights and KV cache
     tensor_model_parallel_size: int = 1                  # GPUs that share one vLLM engine
     max_num_seqs: int = 1024                             # sequences an engine decodes at once
+    engines_per_gpu: int = 1                             # vLLM engines that share a GPU's prompts: many short sequences keep one busy with Python
     sleep: Literal["auto", "always", "never"] = "auto"   # vLLM gives its memory back while training; auto: if both don't fit
     rollout_logprobs: float = 0.0625                     # share of responses whose engine log-probs are compared with the trainer's
     enforce_eager: bool = False                          # vLLM without CUDA graphs: starts faster, runs slower
@@ -168,19 +169,15 @@ def parse_args(cls, argv=None):
 def check(args, world):
     """Raise ValueError, in a sentence that names the option and the remedy, before anything expensive starts."""
     mini = args.ppo_mini_batch_size = min(args.ppo_mini_batch_size, args.train_batch_size)
-    longest, alone = args.max_prompt_length + args.max_response_length, args.adv_estimator in ("reinforce_plus_plus", "remax")
-    correct = args.rollout_is != "none" or args.rollout_rs != "none"
-    for low, names in ((1, "train_batch_size ppo_mini_batch_size max_prompt_length max_response_length n ppo_epochs val_n max_num_seqs tensor_model_parallel_size kl_horizon"),
-                       (0, "reward_workers seed overlong_buffer_len ref_ema_steps clip_ratio_low clip_ratio_high kl_coef kl_loss_coef")):
+    longest, responses = args.max_prompt_length + args.max_response_length, args.train_batch_size * args.n
+    for low, high, names in (
+            (1, math.inf, "train_batch_size ppo_mini_batch_size max_prompt_length max_response_length n ppo_epochs val_n max_num_seqs tensor_model_parallel_size kl_horizon"),
+            (0, math.inf, "reward_workers seed overlong_buffer_len ref_ema_steps clip_ratio_low clip_ratio_high kl_coef kl_loss_coef"),
+            (0, 1, "rollout_logprobs gamma ref_ema_alpha clip_cov_ratio kl_cov_ratio"),
+            (1e-9, 1, "top_p gpu_memory_utilization"), (1e-9, math.inf, "temperature kl_target tau_pos tau_neg rollout_is_threshold")):
         for name in names.split():
-            if getattr(args, name) < low:
-                raise ValueError(f"--{name} {getattr(args, name)} must be at least {low}")
-    for name in ("temperature", "kl_target", "gpu_memory_utilization", "top_p", "tau_pos", "tau_neg", "rollout_is_threshold"):
-        if getattr(args, name) <= 0:
-            raise ValueError(f"--{name} {getattr(args, name)} must be above 0")
-    for name in ("gpu_memory_utilization", "top_p", "rollout_logprobs", "gamma", "ref_ema_alpha", "clip_cov_ratio", "kl_cov_ratio"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"--{name} {getattr(args, name)} must lie between 0 and 1")
+            if not low <= getattr(args, name) <= high:
+                raise ValueError(f"--{name} {getattr(args, name)} must be {'at least ' + str(low) if low in (0, 1) else 'above 0'}{'' if high > 1 else ' and at most 1'}")
     try:
         rejection_rules(args)
     except ValueError as error:
@@ -192,14 +189,14 @@ def check(args, world):
             (world % args.tensor_model_parallel_size, f"--tensor_model_parallel_size {args.tensor_model_parallel_size} does not divide the {world} GPUs"),
             (longest > args.max_tokens_per_micro_batch, f"--max_tokens_per_micro_batch {args.max_tokens_per_micro_batch} is below --max_prompt_length + "
              f"--max_response_length = {longest}: a single sample would not fit; raise it"),
-            (args.n == 1 and (args.filter_groups or not alone), "--n 1 leaves a group of one, whose advantage is 0: nothing would be learned; take --n 2 or more, "
+            (args.n == 1 and (args.filter_groups or args.adv_estimator not in ("reinforce_plus_plus", "remax")), "--n 1 leaves a group of one, whose advantage is 0: nothing would be learned; take --n 2 or more, "
              "--adv_estimator reinforce_plus_plus or remax (and no --filter_groups), or ppo.py"),
             (args.top_k < -1 or args.top_k == 0, f"--top_k {args.top_k} must be -1 (off) or at least 1"),
             (args.clip_ratio_c and args.clip_ratio_c <= 1, f"--clip_ratio_c {args.clip_ratio_c} must be above 1 (or 0 for no dual clip)"),
             (args.overlong_buffer_len > args.max_response_length, f"--overlong_buffer_len {args.overlong_buffer_len} is beyond --max_response_length {args.max_response_length}"),
             (args.ignore_eos and args.mask_truncated, "--ignore_eos true cuts every response, and --mask_truncated true leaves those out: nothing would be trained on"),
-            (args.kl_ctrl == "adaptive" and 5 * args.kl_horizon <= args.train_batch_size * args.n,
-             f"--kl_horizon {args.kl_horizon} is too short for the {args.train_batch_size * args.n} responses of a step, the coefficient could turn negative: raise it"),
+            (args.kl_ctrl == "adaptive" and 5 * args.kl_horizon <= responses,
+             f"--kl_horizon {args.kl_horizon} is too short for the {responses} responses of a step, the coefficient could turn negative: raise it"),
             (unknown := set(args.logger.split(",")) - {"console", "jsonl", "tensorboard", "wandb"},
              f"--logger {args.logger}: unknown {', '.join(sorted(unknown))}; choose from console,jsonl,tensorboard,wandb")):
         if bad:
@@ -214,54 +211,8 @@ def check(args, world):
         if odd:
             print0(f"warning: {sentence}")
     args.val_n = 1 if args.val_temperature == 0 else args.val_n
-    args.rollout_logprobs = 1.0 if correct else args.rollout_logprobs  # the correction needs those of every response
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes
-
-def print0(*message):
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(*message, flush=True)
-
-
-def init_distributed():
-    """torchrun's process group, or one of this process alone; returns (rank, world, device)."""
-    if "RANK" not in os.environ:
-        with socket.socket() as s:  # a free port
-            s.bind(("127.0.0.1", 0))
-            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-    rank, local_rank, world = (int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(f"rank {rank} finds {torch.cuda.device_count()} GPUs on this node; lower --nproc_per_node of torchrun")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-    try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
-    except dist.DistNetworkError as error:
-        raise ValueError(f"can't open {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: another run may hold the port; start torchrun "
-                         f"with --standalone or another --master_port ({str(error).splitlines()[0]})") from None
-    return rank, world, device
-
-
-def all_sum(*values):
-    """Sums of numbers over all ranks, as floats."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-def stats(name, values):
-    """{name/mean, name/max, name/min} of a tensor over all ranks; 0 for nothing."""
-    values = values.detach().double().cpu()
-    count, total = all_sum(len(values), values.sum())
-    ends = torch.tensor([values.max(), -values.min()] if len(values) else [-math.inf, -math.inf], dtype=torch.float64)
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    return {f"{name}/mean": total / max(count, 1), f"{name}/max": float(ends[0]) if count else 0.0, f"{name}/min": -float(ends[1]) if count else 0.0}
+    if args.rollout_is != "none" or args.rollout_rs != "none":
+        args.rollout_logprobs = 1.0  # the correction needs those of every response
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -448,61 +399,58 @@ def shaped_rewards(args, scores, samples):
             + overlong_penalty(lengths, args.max_response_length, args.overlong_buffer_len, args.overlong_penalty_factor))
 
 
+def group_max(values, group):
+    """Largest value (G,) of each group; NaN has no part."""
+    start = torch.full((int(group.max()) + 1,), -math.inf, dtype=torch.float64)
+    return start.scatter_reduce(0, group, values.double().masked_fill(values.isnan(), -math.inf), "amax")
+
+
 def varied_groups(rewards, group):
     """Which prompts (G,) got unequal rewards; NaN: missing. By max and min, because the rounding of equal rewards' mean and std isn't 0."""
-    size = int(group.max()) + 1
-    high, low = (torch.full((size,), worst, dtype=torch.float64).scatter_reduce(0, group, rewards.double().nan_to_num(worst), reduce)
-                 for worst, reduce in ((-math.inf, "amax"), (math.inf, "amin")))
-    return high - low > 1e-6
+    return group_max(rewards, group) + group_max(-rewards, group) > 1e-6
 
 
 def fill_batch(draw, size, limit):
     """Dynamic sampling (DAPO): draw(0), draw(1), ... until `size` groups have unequal scores, or `limit` times (0: no limit).
 
-    draw returns groups, lists of responses that end with their Score. Returns `size` groups, the varied ones first in the order they
-    were drawn, filled up with constant ones; how many of them are varied; metrics.
+    draw returns groups: lists of responses, tuples that end with the Score. Returns `size` groups, the varied ones first in the order
+    they were drawn, filled up with constant ones; how many are varied; metrics.
     """
-    kept, constant, rounds = [], [], 0
-    while len(kept) < size and (rounds < limit or limit <= 0):
+    varied, constant, rounds = [], [], 0
+    while len(varied) < size and (rounds < limit or limit <= 0):
         for group in draw(rounds):
             scores = torch.tensor([response[-1].score for response in group])
-            (kept if varied_groups(scores, torch.zeros(len(group), dtype=torch.long)) else constant).append(group)
+            (varied if varied_groups(scores, torch.zeros(len(group), dtype=torch.long)) else constant).append(group)
         rounds += 1
-    scores = torch.tensor([response[-1].score for group in kept + constant for response in group])
-    used = min(len(kept), size)
-    return (kept + constant)[:size], used, {"training/gen_batches": rounds, "training/groups_used": used, "training/groups_constant": len(constant),
-                                            "training/groups_surplus": len(kept) - used, "training/sampled_score_mean": scores.nan_to_num(0.0).mean().item()}
+    scores, used = torch.tensor([response[-1].score for group in varied + constant for response in group]), min(len(varied), size)
+    return (varied + constant)[:size], used, {"training/gen_batches": rounds, "training/groups_used": used, "training/groups_constant": len(constant),
+                                              "training/groups_surplus": len(varied) - used, "training/sampled_score_mean": scores.nan_to_num(0.0).mean().item()}
 
 
 def kl_in_reward(token_rewards, old_logp, ref_logp, row, size, kind, coef):
-    """Per-token rewards less coef * KL to the reference (R,), and the KL: mean over all ranks' rows of a row's token mean, as verl's controller sees it."""
+    """Rewards of tokens less coef * KL (R,); the KL that the controller sees, as in verl a mean over all ranks' rows of their token means; their number."""
     kl = kl_penalty(old_logp, ref_logp, kind)
-    means = sum_by(row, kl, size) / sum_by(row, torch.ones_like(kl), size).clamp(min=1)
-    total, rows = all_sum(means.sum(), size)
+    total, rows = all_sum((sum_by(row, kl, size) / sum_by(row, torch.ones_like(kl), size).clamp(min=1)).sum(), size)
     return token_rewards - coef * kl, total / rows, rows
 
 
 def next_kl_coef(args, coef, kl, rows):
     """--kl_ctrl adaptive (1909.08593): after `rows` responses whose KL was `kl`, a proportional step towards --kl_target."""
-    if args.kl_ctrl == "fixed":
-        return coef
-    return coef * (1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * rows / args.kl_horizon)
+    return coef if args.kl_ctrl == "fixed" else coef * (1 + min(max(kl / args.kl_target - 1, -0.2), 0.2) * rows / args.kl_horizon)
 
 
 def returns_to_go(token_rewards, lengths, gamma):
     """Discounted sum of a response's rewards from each of its tokens on.  (R,), (N,) -> (R,)"""
-    return torch.cat([torch.tensor(list(itertools.accumulate(reversed(rewards.tolist()), lambda later, reward: reward + gamma * later))[::-1], dtype=torch.float64)
-                      for rewards in token_rewards.split(lengths.tolist())])
+    backwards = lambda rewards: list(itertools.accumulate(reversed(rewards), lambda later, reward: reward + gamma * later))
+    return torch.tensor([x for rewards in token_rewards.split(lengths.tolist()) for x in reversed(backwards(rewards.tolist()))], dtype=torch.float64)
 
 
 def whiten(values, mask):
-    """Zero mean and unit (sample) variance over the unmasked tokens of all ranks; 0 where masked, and everywhere if fewer than two or all equal."""
-    values = torch.where(mask, values, 0.0)
-    count, total = all_sum(mask.sum(), values.sum())
-    mean = total / max(count, 1)
-    centred = torch.where(mask, values - mean, 0.0)
+    """Mean 0 and (sample) variance 1 over the unmasked tokens of all ranks; 0 where masked, and for fewer than two or equal values.  (R,) -> (R,)"""
+    count, total = all_sum(mask.sum(), torch.where(mask, values, 0.0).sum())
+    centred = torch.where(mask, values - total / max(count, 1), 0.0)
     variance = all_sum(centred.square().sum())[0] / max(count - 1, 1)
-    return centred * (variance + 1e-8) ** -0.5 if variance > 1e-12 else torch.zeros_like(values)
+    return centred * (variance + 1e-8) ** -0.5 * (variance > 1e-12)
 
 
 def group_advantages(kind, rewards, group, lengths=None, norm_by_std=True):
@@ -511,30 +459,28 @@ def group_advantages(kind, rewards, group, lengths=None, norm_by_std=True):
     rewards: NaN is a missing reward: its advantage is 0 and the others do without it. group: rows with the same number answer the
     same prompt, in any order, all on one rank. lengths (N,): tokens, for opo. A group whose rewards are all equal, or of one, is exactly 0.
     """
-    present, varied, size = ~rewards.isnan(), varied_groups(rewards, group)[group], int(group.max()) + 1
-    rewards = rewards.double().nan_to_num(0.0)
-    count = sum_by(group, present.double(), size).clamp(min=1)
-    centred = rewards - (sum_by(group, rewards, size) / count)[group]
-    variance = sum_by(group, torch.where(present, centred, 0.0).square(), size) / (count - 1).clamp(min=1)
-    scale = variance.sqrt()[group] + 1e-6 if norm_by_std else 1.0
+    rewards, present = rewards.double(), ~rewards.isnan()
+    varied = varied_groups(rewards, group)
+    total = lambda values: sum_by(group, torch.where(present, values, 0.0), len(varied))[group]  # over the group, at each of its rows
+    count = total(present.double()).clamp(min=1)
+    centred = rewards - total(rewards) / count
+    scale = (total(centred.square()) / (count - 1).clamp(min=1)).sqrt() + 1e-6 if norm_by_std else 1.0
     if kind == "grpo":                            # 2402.03300: sample std. Without it Dr. GRPO, 2503.20783
         result = centred / scale
     elif kind == "rloo":                          # 2402.14740: the mean of the others as baseline
-        result = centred * (count / (count - 1).clamp(min=1))[group]
+        result = centred * count / (count - 1).clamp(min=1)
     elif kind == "reinforce_plus_plus_baseline":  # 2501.03262: whitened over all tokens afterwards
         result = centred
-    elif kind == "opo":                           # 2505.23585: siblings weighted by their length
-        tokens = lengths * present
-        result = rewards - (sum_by(group, rewards * tokens, size) / sum_by(group, tokens, size).clamp(min=1))[group]
-    elif kind == "gpg":                           # 2504.02546, F = 1: scaled up by the share of constant groups. verl counts scores of 0 instead
-        total, useful = all_sum(present.sum(), (present & varied).sum())
-        result = centred * total / max(useful, 1)
+    elif kind == "opo":                           # 2505.23585: the group's mean, weighted by length
+        result = rewards - total(rewards * lengths) / total(lengths.double()).clamp(min=1)
+    elif kind == "gpg":                           # 2504.02546, F = 1: larger by the share of constant groups (verl counts scores of 0)
+        everyone, useful = all_sum(present.sum(), (present & varied[group]).sum())
+        result = centred * everyone / max(useful, 1)
     elif kind == "grpo_passk":                    # 2503.19595: the best alone, by its lead over the second
-        best = torch.zeros(size, dtype=torch.float64).scatter_reduce(0, group, rewards.masked_fill(~present, -math.inf), "amax", include_self=False)
-        first = present & (rewards == best[group])
-        second = torch.zeros(size, dtype=torch.float64).scatter_reduce(0, group, rewards.masked_fill(~present | first, -math.inf), "amax", include_self=False)
-        result = torch.where(first & (sum_by(group, first.long(), size) == 1)[group], rewards - second[group], 0.0) / scale
-    return torch.where(present & varied, result, 0.0)
+        best = rewards == group_max(rewards, group)[group]
+        lead = rewards - group_max(torch.where(best, math.nan, rewards), group)[group]
+        result = torch.where(best & (total(best.double()) == 1), lead / scale, 0.0)
+    return torch.where(present & varied[group], result, 0.0)
 
 
 def token_advantages(args, rewards, token_rewards, lengths, group, mask, baselines=None):
@@ -552,53 +498,6 @@ def token_advantages(args, rewards, token_rewards, lengths, group, mask, baselin
         result = group_advantages(args.adv_estimator, rewards + sum_by(row, token_rewards, len(lengths)), group, lengths, args.norm_adv_by_std_in_grpo)[row]
         result = whiten(result, mask) if args.adv_estimator == "reinforce_plus_plus_baseline" else result
     return torch.where(mask, result, 0.0)
-
-
-def rejection_rules(args):
-    """--rollout_rs and its thresholds -> [(statistic, lowest, highest value to keep)]; ValueError if they can't be read."""
-    rules = []
-    for name, bounds in zip(args.rollout_rs.split(","), args.rollout_rs_threshold.split(","), strict=True) if args.rollout_rs != "none" else ():
-        name = {"token": "token_k1", "sequence": "seq_sum_k1"}.get(name, name)
-        if not re.fullmatch(r"(token|seq_sum|seq_mean)_k[123]|seq_max_k[23]", name):
-            raise ValueError(f"no statistic {name}")
-        *low, high = map(float, bounds.split("_"))
-        low = low[0] if low else 1 / high
-        rules.append((name, math.log(low) if low else -math.inf, math.log(high)) if name.endswith("k1") else (name, -math.inf, high))
-    return rules
-
-
-def rollout_correction(args, log_ratio, lengths, mask):
-    """Weights (R,) for the loss and tokens (R,) to keep against the gap between engine and trainer; metrics as (sum, count) over this rank's tokens.
-
-    log_ratio (R,): log of trainer's over engine's probability of each token, before the update; all bounds are bounds of that ratio
-    (verl's k1 bounds are of its inverse). --rollout_is truncates the ratio from above (https://fengyao.notion.site/off-policy-rl);
-    --rollout_rs masks out what leaves its bounds: verl's names, such as token_k1 or seq_mean_k3, several of them all to be met.
-    """
-    size, count, keep = len(lengths), lengths.double(), mask
-    row = torch.arange(size).repeat_interleave(lengths)
-    q = torch.where(mask, log_ratio, 0.0)
-    count = sum_by(row, mask.double(), size).clamp(min=1)
-    weights, metrics = torch.ones_like(q), {}
-    if args.rollout_is != "none":
-        weights = (sum_by(row, q, size)[row] if args.rollout_is == "sequence" else q).clamp(-20, 20).exp().clamp(max=args.rollout_is_threshold) * mask
-        tokens, total, squares = all_sum(mask.sum(), weights.sum(), weights.square().sum())
-        metrics = {"rollout/is_mean": total / max(tokens, 1), "rollout/is_eff_sample_size": total**2 / max(tokens * squares, 1e-9)}
-        if args.rollout_is_batch_normalize:  # mean over tokens, or over responses
-            share = mask / (count[row] if args.rollout_is == "sequence" else 1.0)
-            total, number = all_sum((weights * share).sum(), share.sum())
-            weights = weights * number / max(total, 1e-9)
-    for name, low, high in rejection_rules(args):
-        level, kind = name.rsplit("_", 1)
-        value = {"k1": q, "k2": q.square() / 2, "k3": q.expm1() - q}[kind]
-        if level == "seq_max":
-            value = torch.zeros(size, dtype=q.dtype).scatter_reduce(0, row, value, "amax")[row]
-        elif level != "token":
-            value = (sum_by(row, value, size) / (count if level == "seq_mean" else 1.0))[row]
-        keep = keep & (value <= high) & (value >= low)
-    if args.rollout_rs != "none":
-        before, after = all_sum(mask.sum(), keep.sum())
-        metrics["rollout/rs_masked_frac"] = 1 - after / max(before, 1)
-    return weights, keep, metrics
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -691,20 +590,13 @@ def kl_penalty(logp, ref_logp, kind):
     k1|kl, abs, k2|mse, k3|low_var_kl; a trailing + keeps the value and takes k2's gradient, the unbiased one when used as a
     loss. As in verl k3's log-ratio is clamped to +-20 and its value to +-10.
     """
-    if kind.endswith("+"):
-        value, slope = kl_penalty(logp, ref_logp, kind[:-1]), kl_penalty(logp, ref_logp, "k2")
-        return slope - slope.detach() + value.detach()
     d = logp - ref_logp
-    if kind in ("k1", "kl"):
-        return d
-    if kind == "abs":
-        return d.abs()
-    if kind in ("k2", "mse"):
-        return 0.5 * d.square()
-    if kind in ("k3", "low_var_kl"):
-        d = d.clamp(-20, 20)
-        return ((-d).exp() - 1 + d).clamp(-10, 10)
-    raise NotImplementedError(f"no KL estimator {kind}")
+    c = d.clamp(-20, 20)
+    kl = {"k1": d, "kl": d, "abs": d.abs(), "k2": d.square() / 2, "mse": d.square() / 2}
+    kl["k3"] = kl["low_var_kl"] = ((-c).exp() - 1 + c).clamp(-10, 10)
+    if kind.endswith("+"):
+        return kl["k2"] - kl["k2"].detach() + kl[kind[:-1]].detach()
+    return kl[kind]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -715,19 +607,6 @@ def learning_rate(args, step, total_steps):
     done = max(0.0, (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps))
     decay = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[args.lr_scheduler_type]
     return args.lr * min(1.0, step / max(1, args.warmup_steps)) * decay
-
-
-@contextlib.contextmanager
-def timer(timing, name):
-    """Add the seconds of a block to timing["timing/<name>"], GPU work included."""
-    start = time.perf_counter()
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    timing[f"timing/{name}"] += time.perf_counter() - start
-
-
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "4090": 165e12, "B200": 2250e12}  # dense bf16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -980,11 +859,7 @@ def main():
         everyone = [None] * world
         dist.all_gather_object(everyone, scores)
         total_tokens, = all_sum(lengths.sum() + prompt_lengths.sum())
-        metrics |= summarize(list(itertools.chain(*everyone))) | timing | {"perf/total_num_tokens": total_tokens, "perf/throughput": total_tokens / timing["timing/step"] / world}
-        if device.type == "cuda":
-            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-            if peak := next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name()), None):
-                metrics["perf/mfu"] = 6 * parameters * total_tokens * args.ppo_epochs / timing["timing/update_actor"] / world / peak
+        metrics |= summarize(list(itertools.chain(*everyone))) | timing | perf_metrics(total_tokens, 6 * parameters * total_tokens * args.ppo_epochs, timing, world)
         if rank == 0:
             log(step, metrics)
             dump_rollouts(run_dir, step, [

@@ -25,6 +25,7 @@ import pickle
 import re
 import shutil
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -246,6 +247,40 @@ def load_checkpoint(path, models):
         if "cuda" in rng and torch.cuda.is_available():
             torch.cuda.set_rng_state(rng["cuda"])
     return json.loads((path / "state.json").read_text())
+
+
+@contextlib.contextmanager
+def timer(timing, name):
+    """Add the seconds of a block to timing["timing/<name>"], GPU work included."""
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    timing[f"timing/{name}"] += time.perf_counter() - start
+
+
+def stats(name, values):
+    """{name/mean, name/max, name/min} of a tensor over all ranks; 0 for nothing."""
+    values = values.detach().double().cpu()
+    sums = torch.tensor([len(values), values.sum()], dtype=torch.float64)
+    ends = torch.tensor([values.max(), -values.min()] if len(values) else [-torch.inf, -torch.inf], dtype=torch.float64)
+    dist.all_reduce(sums)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    mean, high, low = [float(sums[1] / sums[0]), float(ends[0]), -float(ends[1])] if sums[0] else [0.0, 0.0, 0.0]
+    return {f"{name}/mean": mean, f"{name}/max": high, f"{name}/min": low}
+
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "4090": 165e12, "B200": 2250e12}  # dense bf16
+
+
+def perf_metrics(tokens, flops, timing, world):
+    """Speed and memory of a step: tokens of all ranks (prompts included), flops of the updates, timing with timing/step and timing/update_*."""
+    metrics = {"perf/total_num_tokens": tokens, "perf/throughput": tokens / timing["timing/step"] / world}
+    if torch.cuda.is_available():
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        if peak := next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name()), None):
+            metrics["perf/mfu"] = flops / sum(v for k, v in timing.items() if k.startswith("timing/update")) / world / peak
+    return metrics
 
 
 def make_logger(args, run_dir, start_step):

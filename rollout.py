@@ -16,6 +16,7 @@ import gc
 import itertools
 import math
 import os
+import re
 import socket
 from collections import defaultdict
 from dataclasses import dataclass
@@ -55,6 +56,44 @@ def eos_token_ids(tokenizer, generation_config):
     ids = generation_config.eos_token_id if generation_config is not None else None
     ids = ids if isinstance(ids, (list, tuple)) else [ids]
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+
+def print0(*message):
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(*message, flush=True)
+
+
+def init_distributed():
+    """torchrun's process group, or one of this process alone; returns (rank, world, device)."""
+    if "RANK" not in os.environ:
+        with socket.socket() as s:  # a free port
+            s.bind(("127.0.0.1", 0))
+            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    rank, local_rank, world = (int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(f"rank {rank} finds {torch.cuda.device_count()} GPUs on this node; lower --nproc_per_node of torchrun")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
+    except dist.DistNetworkError as error:
+        raise ValueError(f"can't open {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: another run may hold the port; start torchrun "
+                         f"with --standalone or another --master_port ({str(error).splitlines()[0]})") from None
+    return rank, world, device
+
+
+def all_sum(*values):
+    """Sums of numbers over all ranks, as floats."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -360,6 +399,53 @@ def filtered_logp(logits, sampling):
         drop = values.cumsum(-1) - values >= sampling.top_p      # the token that crosses top_p stays
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
     return logits.log_softmax(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Engine against trainer: the same weights, not quite the same probabilities
+
+def rejection_rules(args):
+    """--rollout_rs and its thresholds -> [(level, statistic, lowest, highest value to keep)]; ValueError if they can't be read."""
+    rules = []
+    for name, bounds in zip(args.rollout_rs.split(","), args.rollout_rs_threshold.split(","), strict=True) if args.rollout_rs != "none" else ():
+        name = {"token": "token_k1", "sequence": "seq_sum_k1"}.get(name, name)
+        if not re.fullmatch(r"(token|seq_sum|seq_mean)_k[123]|seq_max_k[23]", name):
+            raise ValueError(f"no statistic {name}")
+        *low, high = map(float, bounds.split("_"))
+        low = low[0] if low else 1 / high
+        rules.append((*name.rsplit("_", 1), *((math.log(low) if low else -math.inf, math.log(high)) if name.endswith("k1") else (-math.inf, high))))
+    return rules
+
+
+def rollout_correction(args, log_ratio, lengths, mask):
+    """Against the gap between engine and trainer: weights (R,) for the loss, tokens (R,) to keep, metrics.
+
+    log_ratio (R,): log of trainer's over engine's probability of each token before the update; lengths (N,): tokens of each response;
+    mask (R,): tokens with a loss. All bounds are bounds of that ratio (verl's k1 bounds are of its inverse). --rollout_is: importance
+    weights truncated from above (https://fengyao.notion.site/off-policy-rl). --rollout_rs: what leaves its bounds is left out, by verl's
+    statistics: of a token, or the sum, mean or maximum over its response; k1 the log-ratio, k2 half its square, k3 ratio - 1 - log-ratio.
+    """
+    size, row, metrics = len(lengths), torch.arange(len(lengths)).repeat_interleave(lengths), {}
+    q = torch.where(mask, log_ratio, 0.0)
+    by_row = lambda values, reduce: torch.zeros(size, dtype=q.dtype).scatter_reduce(0, row, values, reduce)[row]
+    count = by_row(mask.to(q.dtype), "sum").clamp(min=1)
+    weights, keep = torch.ones_like(q), mask
+    if args.rollout_is != "none":
+        weights = (by_row(q, "sum") if args.rollout_is == "sequence" else q).clamp(-20, 20).exp().clamp(max=args.rollout_is_threshold) * mask
+        tokens, total, squares = all_sum(mask.sum(), weights.sum(), weights.square().sum())
+        metrics = {"rollout/is_mean": total / max(tokens, 1), "rollout/is_eff_sample_size": total**2 / max(tokens * squares, 1e-9)}
+        if args.rollout_is_batch_normalize:  # to a mean of 1, over tokens or over responses
+            share = mask / (count if args.rollout_is == "sequence" else 1.0)
+            total, number = all_sum((weights * share).sum(), share.sum())
+            weights = weights * number / max(total, 1e-9)
+    for level, kind, low, high in rejection_rules(args):
+        value = {"k1": q, "k2": q.square() / 2, "k3": q.expm1() - q}[kind]
+        value = {"token": value, "seq_sum": by_row(value, "sum"), "seq_mean": by_row(value, "sum") / count, "seq_max": by_row(value, "amax")}[level]
+        keep = keep & (value >= low) & (value <= high)
+    if args.rollout_rs != "none":
+        before, after = all_sum(mask.sum(), keep.sum())
+        metrics["rollout/rs_masked_frac"] = 1 - after / max(before, 1)
+    return weights, keep, metrics
 
 
 # ---------------------------------------------------------------------------------------------------------------------
