@@ -13,22 +13,19 @@ Everything per token is 1-D: the response tokens of this rank's batch, one after
 micro-batch (prompts included), R response tokens, N responses, V vocabulary, H hidden.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import inspect
 import itertools
 import json
 import math
 import os
-import re
 import sys
 import time
 import types
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,8 +41,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, perf_metrics, save_checkpoint, stats, timer
 from prepare_data import batch_rows, load_prompts, resolve_model
 from reward import Scorer, method_for, summarize
-from rollout import (Sampling, all_sum, build_engine, init_distributed, must_sleep, print0, rejection_rules, request_seeds, rollout_correction, score,
-                     validate)
+from rollout import (Sampling, all_sum, build_engine, init_distributed, must_sleep, one_sentence, parse_args, print0, rejection_rules, request_seeds,
+                     rollout_correction, score, validate)
 
 
 @dataclass
@@ -149,23 +146,6 @@ class Args:
     seed: int = 0                                        # of data order and sampling
 
 
-def parse_args(cls, argv=None):
-    """Command line -> cls: one option a field; the comment beside a field is its help. Booleans take true/false."""
-    boolean = lambda s: ["false", "true", "0", "1"].index(s.lower()) % 2 == 1  # anything else is the ValueError that argparse expects
-    boolean.__name__ = "true/false"
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.M))
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="%(prog)s [--option value ...]", allow_abbrev=False,
-                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=62, width=180))
-    for field in dataclasses.fields(cls):
-        literal = get_origin(field.type) is Literal
-        names = ["--n", "--rollout_n"] if field.name == "n" else [f"--{field.name}"]
-        parser.add_argument(*names, dest=field.name, default=field.default, metavar=None if literal else field.type.__name__.upper(),
-                            type=boolean if field.type is bool else str if literal else field.type,
-                            choices=get_args(field.type) if literal else None, help=f"{comments[field.name]} [{field.default}]".replace("%", "%%"))
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}; --help lists the options\n" if int(os.environ.get("RANK", 0)) == 0 else None)
-    return cls(**vars(parser.parse_args(argv)))
-
-
 def check(args, world):
     """Raise ValueError, in a sentence that names the option and the remedy, before anything expensive starts."""
     mini = args.ppo_mini_batch_size = min(args.ppo_mini_batch_size, args.train_batch_size)
@@ -178,11 +158,6 @@ def check(args, world):
         for name in names.split():
             if not low <= getattr(args, name) <= high:
                 raise ValueError(f"--{name} {getattr(args, name)} must be {'at least ' + str(low) if low in (0, 1) else 'above 0'}{'' if high > 1 else ' and at most 1'}")
-    try:
-        rejection_rules(args)
-    except ValueError as error:
-        raise ValueError(f"--rollout_rs {args.rollout_rs} and --rollout_rs_threshold {args.rollout_rs_threshold} don't fit ({error}): give as many thresholds "
-                         "as statistics, such as token,seq_mean_k3 and 0.5_2.0,0.1") from None
     for bad, sentence in (
             (args.train_batch_size % mini, f"--train_batch_size {args.train_batch_size} is no multiple of --ppo_mini_batch_size {mini}; change one of them"),
             (mini % world, f"--ppo_mini_batch_size {mini} can't be split over {world} GPUs; take a multiple of {world}"),
@@ -201,6 +176,7 @@ def check(args, world):
              f"--logger {args.logger}: unknown {', '.join(sorted(unknown))}; choose from console,jsonl,tensorboard,wandb")):
         if bad:
             raise ValueError(sentence)
+    rejection_rules(args)
     for odd, sentence in (
             (args.top_p < 1 or args.top_k > 0, "training scores with the full softmax, but --top_p/--top_k cut the sampling distribution: the ratio is biased"),
             (args.val_temperature == 0 and args.val_n > 1, f"greedy validation gives {args.val_n} equal responses; using --val_n 1 (set --val_temperature above 0 for pass@k)"),
@@ -607,17 +583,6 @@ def learning_rate(args, step, total_steps):
     done = max(0.0, (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps))
     decay = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[args.lr_scheduler_type]
     return args.lr * min(1.0, step / max(1, args.warmup_steps)) * decay
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-@contextlib.contextmanager
-def one_sentence():
-    """What the user can put right ends the run with a sentence in place of a traceback."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"grpo.py: {error}" if int(os.environ.get("RANK", 0)) == 0 else 2)
 
 
 def setup(args):

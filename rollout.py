@@ -11,15 +11,21 @@ generation_config holds; from there only the EOS ids are taken. Every response d
 (`request_seeds`), so a run repeats itself, on any number of GPUs, as far as the engine's arithmetic does.
 """
 
+import argparse
 import contextlib
+import dataclasses
 import gc
+import inspect
 import itertools
 import math
 import os
 import re
 import socket
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import torch
@@ -59,7 +65,33 @@ def eos_token_ids(tokenizer, generation_config):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Processes
+# Command line and processes of a training script
+
+def parse_args(cls, argv=None):
+    """Command line -> cls: one option a field; the comment beside a field is its help. Booleans take true/false."""
+    boolean = lambda s: ["false", "true", "0", "1"].index(s.lower()) % 2 == 1  # anything else is the ValueError that argparse expects
+    boolean.__name__ = "true/false"
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.M))
+    parser = argparse.ArgumentParser(description=sys.modules[cls.__module__].__doc__.split("\n")[0], usage="%(prog)s [--option value ...]", allow_abbrev=False,
+                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=62, width=180))
+    for field in dataclasses.fields(cls):
+        literal = get_origin(field.type) is Literal
+        names = ["--n", "--rollout_n"] if field.name == "n" else [f"--{field.name}"]
+        parser.add_argument(*names, dest=field.name, default=field.default, metavar=None if literal else field.type.__name__.upper(),
+                            type=boolean if field.type is bool else str if literal else field.type,
+                            choices=get_args(field.type) if literal else None, help=f"{comments[field.name]} [{field.default}]".replace("%", "%%"))
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}; --help lists the options\n" if int(os.environ.get("RANK", 0)) == 0 else None)
+    return cls(**vars(parser.parse_args(argv)))
+
+
+@contextlib.contextmanager
+def one_sentence():
+    """What the user can put right ends the run with a sentence in place of a traceback."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}" if int(os.environ.get("RANK", 0)) == 0 else 2)
+
 
 def print0(*message):
     if int(os.environ.get("RANK", 0)) == 0:
@@ -406,11 +438,13 @@ def filtered_logp(logits, sampling):
 
 def rejection_rules(args):
     """--rollout_rs and its thresholds -> [(level, statistic, lowest, highest value to keep)]; ValueError if they can't be read."""
-    rules = []
-    for name, bounds in zip(args.rollout_rs.split(","), args.rollout_rs_threshold.split(","), strict=True) if args.rollout_rs != "none" else ():
+    rules, number = [], r"\d*\.?\d+"
+    names, thresholds = args.rollout_rs.split(","), args.rollout_rs_threshold.split(",")
+    for name, bounds in itertools.zip_longest(names, thresholds, fillvalue="") if args.rollout_rs != "none" else ():
         name = {"token": "token_k1", "sequence": "seq_sum_k1"}.get(name, name)
-        if not re.fullmatch(r"(token|seq_sum|seq_mean)_k[123]|seq_max_k[23]", name):
-            raise ValueError(f"no statistic {name}")
+        if not re.fullmatch(r"(token|seq_sum|seq_mean)_k[123]|seq_max_k[23]", name) or not re.fullmatch(rf"({number}_)?{number}", bounds):
+            raise ValueError(f"--rollout_rs {args.rollout_rs} --rollout_rs_threshold {args.rollout_rs_threshold}: can't read {name or 'no statistic'} with "
+                             f"{bounds or 'no bounds'}; give as many bounds as statistics, such as token,seq_mean_k3 and 0.5_2.0,0.1")
         *low, high = map(float, bounds.split("_"))
         low = low[0] if low else 1 / high
         rules.append((*name.rsplit("_", 1), *((math.log(low) if low else -math.inf, math.log(high)) if name.endswith("k1") else (-math.inf, high))))

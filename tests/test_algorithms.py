@@ -47,7 +47,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo
 from rollout import Sample
-from test_grpo import VECTORS, close, fork, run, stored, tensor, without_clock
+from test_grpo import VECTORS, close, environment, fork, run, stored, tensor, without_clock  # noqa: F401
 from test_rollout import process_group  # noqa: F401
 
 SLOW = bool(os.environ.get("SLOW"))
@@ -580,7 +580,7 @@ def test_clip_cov_takes_its_share_at_random(process_group):
 
 
 @pytest.mark.parametrize("changed, words", [
-    (dict(rollout_rs="token_k4"), ["--rollout_rs token_k4", "no statistic"]), (dict(rollout_rs="token,sequence"), ["--rollout_rs token,sequence", "as many thresholds"]),
+    (dict(rollout_rs="token_k4"), ["--rollout_rs token_k4", "can't read token_k4"]), (dict(rollout_rs="token,sequence"), ["--rollout_rs token,sequence", "no bounds", "as many"]),
     (dict(rollout_rs="token", rollout_rs_threshold="a_2"), ["--rollout_rs_threshold a_2"]), (dict(rollout_is_threshold=0.0), ["--rollout_is_threshold 0.0"]),
     (dict(overlong_buffer_len=300), ["--overlong_buffer_len 300", "256"]), (dict(ignore_eos=True, mask_truncated=True), ["--mask_truncated true"]),
     (dict(filter_groups=True, n=1, adv_estimator="remax"), ["--n 1", "--filter_groups"]), (dict(kl_target=0.0), ["--kl_target 0.0"]),
