@@ -17,23 +17,19 @@ Everything per token is 1-D: the response tokens of this rank's batch, one after
 micro-batch (prompts included), R response tokens, N responses, V vocabulary, H hidden.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import inspect
 import itertools
 import json
 import math
 import os
-import re
-import socket
 import sys
 import time
 import types
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal
 
 import numpy as np
 import torch
@@ -47,10 +43,11 @@ from tqdm import tqdm
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           GenerationConfig)
 
-from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, save_checkpoint
+from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, perf_metrics, save_checkpoint, stats, timer
 from prepare_data import batch_rows, load_prompts, resolve_model
 from reward import Scorer, method_for, summarize
-from rollout import Sample, Sampling, build_engine, must_sleep, request_seeds, score, validate
+from rollout import (Sample, Sampling, all_sum, build_engine, init_distributed, must_sleep, one_sentence, parse_args, print0, request_seeds, score,
+                     validate)
 
 
 @dataclass
@@ -75,6 +72,7 @@ class Args:
     max_grad_norm: float = 1.0                           # clip each gradient's norm to this
     ppo_mini_batch_size: int = 64                        # prompts an optimizer step, over all GPUs
     ppo_epochs: int = 1                                  # passes over a batch
+    critic_ppo_epochs: int = 0                           # of the critic; 0: as many as the actor's
     max_tokens_per_micro_batch: int = 16384              # prompt + response tokens of one forward/backward on one GPU
     gradient_checkpointing: bool = False                 # recompute layers in the backward: less memory, slower
     param_offload: bool = False                          # parameters wait on the host while the engine generates
@@ -153,112 +151,45 @@ class Args:
     seed: int = 0                                        # of data order and sampling
 
 
-def parse_args(cls, argv=None):
-    """Command line -> cls: one option a field; the comment beside a field is its help. Booleans take true/false."""
-    boolean = lambda s: ["false", "true", "0", "1"].index(s.lower()) % 2 == 1  # anything else is the ValueError that argparse expects
-    boolean.__name__ = "true/false"
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.M))
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=150))
-    for field in dataclasses.fields(cls):
-        literal = get_origin(field.type) is Literal
-        names = ["--n", "--rollout_n"] if field.name == "n" else [f"--{field.name}"]
-        parser.add_argument(*names, dest=field.name, default=field.default, metavar=None if literal else field.type.__name__.upper(),
-                            type=boolean if field.type is bool else str if literal else field.type,
-                            choices=get_args(field.type) if literal else None, help=f"{comments[field.name]} [{field.default}]".replace("%", "%%"))
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}; --help lists the options\n" if int(os.environ.get("RANK", 0)) == 0 else None)
-    return cls(**vars(parser.parse_args(argv)))
-
-
 def check(args, world):
     """Raise ValueError, in a sentence that names the option and the remedy, before anything expensive starts."""
     mini = args.ppo_mini_batch_size = min(args.ppo_mini_batch_size, args.train_batch_size)
-    longest = args.max_prompt_length + args.max_response_length
-    for name in ("train_batch_size", "ppo_mini_batch_size", "max_prompt_length", "max_response_length", "n", "ppo_epochs", "val_n", "max_num_seqs",
-                 "tensor_model_parallel_size", "kl_horizon", "episode_cost_window_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
-    for name in ("reward_workers", "seed", "kl_coef", "reward_clip", "lambda_max", "critic_warmup", "ref_ema_steps"):
-        if getattr(args, name) < 0:
-            raise ValueError(f"--{name} {getattr(args, name)} must be 0 or more")
-    for name in ("gamma", "lam", "rollout_logprobs", "ref_ema_alpha"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"--{name} {getattr(args, name)} must lie in [0, 1]")
-    for name in ("temperature", "kl_target", "lambda_init", "cliprange_value", "gpu_memory_utilization"):
-        if getattr(args, name) <= 0:
-            raise ValueError(f"--{name} {getattr(args, name)} must be above 0")
-    for bad, message in (
+    longest, responses = args.max_prompt_length + args.max_response_length, args.train_batch_size * args.n
+    for low, high, names in (
+            (1, math.inf, "train_batch_size ppo_mini_batch_size max_prompt_length max_response_length n ppo_epochs val_n max_num_seqs tensor_model_parallel_size kl_horizon "
+                          "episode_cost_window_size"),
+            (0, math.inf, "reward_workers seed critic_ppo_epochs critic_warmup ref_ema_steps clip_ratio_low clip_ratio_high kl_coef kl_loss_coef reward_clip lambda_max"),
+            (0, 1, "rollout_logprobs gamma lam ref_ema_alpha"), (1e-9, 1, "top_p gpu_memory_utilization"),
+            (1e-9, math.inf, "temperature kl_target lambda_init cliprange_value")):
+        for name in names.split():
+            if not low <= getattr(args, name) <= high:
+                raise ValueError(f"--{name} {getattr(args, name)} must be {'at least ' + str(low) if low in (0, 1) else 'above 0'}{'' if high > 1 else ' and at most 1'}")
+    for bad, sentence in (
             (args.train_batch_size % mini, f"--train_batch_size {args.train_batch_size} is no multiple of --ppo_mini_batch_size {mini}; change one of them"),
             (mini % world, f"--ppo_mini_batch_size {mini} can't be split over {world} GPUs; take a multiple of {world}"),
             (world % args.tensor_model_parallel_size, f"--tensor_model_parallel_size {args.tensor_model_parallel_size} does not divide the {world} GPUs"),
             (longest > args.max_tokens_per_micro_batch, f"--max_tokens_per_micro_batch {args.max_tokens_per_micro_batch} is below --max_prompt_length + "
              f"--max_response_length = {longest}: a single sample would not fit; raise it"),
-            (not 0 < args.top_p <= 1 or args.top_k < -1 or args.top_k == 0, f"--top_p {args.top_p} must lie in (0, 1] and --top_k {args.top_k} be -1 (off) or at least 1"),
-            (args.gpu_memory_utilization >= 1, f"--gpu_memory_utilization {args.gpu_memory_utilization} must lie between 0 and 1"),
+            (args.top_k < -1 or args.top_k == 0, f"--top_k {args.top_k} must be -1 (off) or at least 1"),
             (args.clip_ratio_c and args.clip_ratio_c <= 1, f"--clip_ratio_c {args.clip_ratio_c} must be above 1 (or 0 for no dual clip)"),
             (args.reward_fn == "none" and not args.reward_model, "--reward_fn none leaves no reward: give --reward_model as well"),
             (args.cost_fn and args.cost_model, "--cost_fn and --cost_model both define the cost; give one"),
             (args.lambda_max and args.lambda_max < args.lambda_init, f"--lambda_max {args.lambda_max} is below --lambda_init {args.lambda_init}; raise it"),
-            (args.ref_ema_steps and not (args.use_kl_in_reward or args.use_kl_loss), "--ref_ema_steps needs a reference model: set --use_kl_in_reward or --use_kl_loss true"),
+            (args.kl_ctrl == "adaptive" and 5 * args.kl_horizon <= responses,
+             f"--kl_horizon {args.kl_horizon} is too short for the {responses} responses of a step, the coefficient could turn negative: raise it"),
             (unknown := set(args.logger.split(",")) - {"console", "jsonl", "tensorboard", "wandb"},
              f"--logger {args.logger}: unknown {', '.join(sorted(unknown))}; choose from console,jsonl,tensorboard,wandb")):
         if bad:
-            raise ValueError(message)
-    if args.top_p < 1 or args.top_k > 0:
-        print0("warning: training scores with the full softmax, but --top_p/--top_k cut the sampling distribution: the ratio is biased")
-    if args.val_temperature == 0 and args.val_n > 1:
-        print0(f"warning: greedy validation gives {args.val_n} equal responses; using --val_n 1 (set --val_temperature above 0 for pass@k)")
-        args.val_n = 1
-    for weight, switch in (("kl_loss_coef", "use_kl_loss"), ("kl_coef", "use_kl_in_reward")):
-        if not getattr(args, switch) and getattr(args, weight) not in (0, getattr(Args, weight)):
-            print0(f"warning: --{weight} {getattr(args, weight)} does nothing without --{switch} true")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes
-
-def print0(*message):
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(*message, flush=True)
-
-
-def init_distributed():
-    """torchrun's process group, or one of this process alone; returns (rank, world, device)."""
-    if "RANK" not in os.environ:
-        with socket.socket() as s:  # a free port
-            s.bind(("127.0.0.1", 0))
-            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-    rank, local_rank, world = (int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(f"rank {rank} finds {torch.cuda.device_count()} GPUs on this node; lower --nproc_per_node of torchrun")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-    try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
-    except dist.DistNetworkError as error:
-        raise ValueError(f"can't open {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: another run may hold the port; start torchrun "
-                         f"with --standalone or another --master_port ({str(error).splitlines()[0]})") from None
-    return rank, world, device
-
-
-def all_sum(*values):
-    """Sums of numbers over all ranks, as floats."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-def stats(name, values):
-    """{name/mean, name/max, name/min} of a tensor over all ranks; 0 for nothing."""
-    values = values.detach().double().cpu()
-    count, total = all_sum(values.numel(), values.sum().item())
-    ends = torch.tensor([values.max(), -values.min()] if len(values) else [-math.inf, -math.inf], dtype=torch.float64)
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    return {f"{name}/mean": total / max(count, 1), f"{name}/max": float(ends[0]) if count else 0.0, f"{name}/min": -float(ends[1]) if count else 0.0}
+            raise ValueError(sentence)
+    for odd, sentence in (
+            (args.top_p < 1 or args.top_k > 0, "training scores with the full softmax, but --top_p/--top_k cut the sampling distribution: the ratio is biased"),
+            (args.val_temperature == 0 and args.val_n > 1, f"greedy validation gives {args.val_n} equal responses; using --val_n 1 (set --val_temperature above 0 for pass@k)"),
+            (not args.use_kl_loss and args.kl_loss_coef not in (0, Args.kl_loss_coef), f"--kl_loss_coef {args.kl_loss_coef} does nothing without --use_kl_loss true"),
+            (not args.use_kl_in_reward and args.kl_coef not in (0, Args.kl_coef), f"--kl_coef {args.kl_coef} does nothing without --use_kl_in_reward true"),
+            (args.ref_ema_steps and not (args.use_kl_loss or args.use_kl_in_reward), "--ref_ema_steps does nothing without --use_kl_loss or --use_kl_in_reward true")):
+        if odd:
+            print0(f"warning: {sentence}")
+    args.val_n = 1 if args.val_temperature == 0 else args.val_n
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -635,8 +566,8 @@ def kl_penalty(logp, ref_logp, kind):
 # ---------------------------------------------------------------------------------------------------------------------
 # Around the loop
 
-def optimize(model, optimizer, lr, token_losses, batch, args, device):
-    """ppo_epochs passes over the batch in mini-batches of one optimizer step each, accumulated over micro-batches of a token budget.
+def optimize(model, optimizer, lr, epochs, token_losses, batch, args, device):
+    """`epochs` passes over the batch in mini-batches of one optimizer step each, accumulated over micro-batches of a token budget.
 
     token_losses(inputs, labels, flat) -> losses (R,) and metrics {name: (R,)} of a micro-batch; flat: its places in the batch's
     flat tensors. batch: (samples, offsets (N + 1,), trained (N,) tokens with a loss). The loss is a plain sum of token losses times weights that count the whole
@@ -648,7 +579,7 @@ def optimize(model, optimizer, lr, token_losses, batch, args, device):
     for param_group in optimizer.param_groups:  # set, not scheduled: a resumed run takes the command line's values
         param_group |= {"lr": lr, "weight_decay": args.weight_decay}
     mini_rows = args.ppo_mini_batch_size // world * args.n
-    for start in [*range(0, len(samples), mini_rows)] * args.ppo_epochs:
+    for start in [*range(0, len(samples), mini_rows)] * epochs:
         lengths = trained[start:start + mini_rows]
         tokens, rows = all_sum(int(lengths.sum()), int((lengths > 0).sum()))
         weights = torch.zeros(len(samples))
@@ -685,28 +616,6 @@ def learning_rate(base, step, total_steps, args):
     done = max(0.0, (step - 1 - args.warmup_steps) / max(1, total_steps - args.warmup_steps))
     decay = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[args.lr_scheduler_type]
     return base * min(1.0, step / max(1, args.warmup_steps)) * decay
-
-
-@contextlib.contextmanager
-def timer(timing, name):
-    """Add the seconds of a block to timing["timing/<name>"], GPU work included."""
-    start = time.perf_counter()
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    timing[f"timing/{name}"] += time.perf_counter() - start
-
-
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "4090": 165e12, "B200": 2250e12}  # dense bf16
-
-
-@contextlib.contextmanager
-def one_sentence():
-    """What the user can put right ends the run with a sentence in place of a traceback."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"ppo.py: {error}" if int(os.environ.get("RANK", 0)) == 0 else 2)
 
 
 def setup(args):
@@ -787,7 +696,7 @@ def main():
     sampling = Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_response_length, ignore_eos=args.ignore_eos)
     if rank == 0:
         (run_dir / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
-        log = make_logger(args, run_dir, start_step)
+    log = make_logger(args, run_dir, start_step) if rank == 0 else lambda step, metrics: None
     print0(f"{type(actor).__name__} of {parameters / 1e6:.1f}M parameters and critic on {world} x {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, "
            f"{args.dtype} compute, fp32 masters; engine {args.engine}, sleep {args.sleep}; sampling {sampling}; {total_steps} steps, {steps_per_epoch} an epoch"
            + (f"; resumed from {resume_from}" if resume_from else ""))
@@ -808,9 +717,7 @@ def main():
         print0(f"nothing to do: {resume_from} has all {total_steps} steps; raise --total_training_steps, or take another --experiment_name")
     sync()
     if args.val_before_train and start_step == 0 and val:
-        metrics = evaluate()
-        if rank == 0:
-            log(0, metrics)
+        log(0, evaluate())
 
     # -----------------------------------------------------------------------------------------------------------------
     # Training. This rank answers its share of each batch, n times each: of every mini-batch the same share, so that an
@@ -894,13 +801,13 @@ def main():
 
         # 5. Critic, then actor: per mini-batch one optimizer step each.
         batch = samples, offsets, trained_lengths
-        critic_lr = learning_rate(args.critic_lr, step, total_steps, args)
+        how = learning_rate(args.critic_lr, step, total_steps, args), args.critic_ppo_epochs or args.ppo_epochs
         with timer(timing, "update_critic"):
             losses = lambda inputs, labels, flat: value_loss(critic.token_values(inputs), values[flat], returns[flat], args.cliprange_value)
-            metrics |= {f"critic/{k}": v for k, v in optimize(*trained["critic"], critic_lr, losses, batch, args, device).items()}
+            metrics |= {f"critic/{k}": v for k, v in optimize(*trained["critic"], *how, losses, batch, args, device).items()}
             if safe:
                 losses = lambda inputs, labels, flat: value_loss(cost_critic.token_values(inputs), cost_values[flat], cost_returns[flat], args.cliprange_value)
-                metrics |= {f"cost_critic/{k}": v for k, v in optimize(*trained["cost_critic"], critic_lr, losses, batch, args, device).items()}
+                metrics |= {f"cost_critic/{k}": v for k, v in optimize(*trained["cost_critic"], *how, losses, batch, args, device).items()}
         if step > args.critic_warmup:
             def actor_losses(inputs, labels, flat):
                 logp, entropy = actor.token_logprobs(inputs, labels, args.temperature, args.entropy_coeff != 0)
@@ -911,8 +818,9 @@ def main():
                     terms["kl_loss"] = kl_penalty(logp, ref_logp[flat], args.kl_loss_type)
                     loss = loss + args.kl_loss_coef * terms["kl_loss"]
                 return loss, terms
+            how = learning_rate(args.lr, step, total_steps, args), args.ppo_epochs
             with timer(timing, "update_actor"):
-                metrics |= {f"actor/{k}": v for k, v in optimize(*trained["actor"], learning_rate(args.lr, step, total_steps, args), actor_losses, batch, args, device).items()}
+                metrics |= {f"actor/{k}": v for k, v in optimize(*trained["actor"], *how, actor_losses, batch, args, device).items()}
         if args.ref_ema_steps and step % args.ref_ema_steps == 0:
             ema_update(ref, actor, args.ref_ema_alpha)
 
@@ -933,25 +841,21 @@ def main():
         timing["timing/step"] = time.perf_counter() - started
 
         # 7. Metrics, over all ranks.
-        prompt_lengths = torch.tensor([len(s.prompt_ids) for s in samples])
+        mean = lambda values: stats("", values)["/mean"]
+        prompt_lengths, finished = torch.tensor([len(s.prompt_ids) for s in samples]), torch.tensor([s.finish_reason == "stop" for s in samples])
         metrics |= stats("response_length", lengths) | stats("prompt_length", prompt_lengths)
-        metrics["response_length/clip_ratio"] = stats("x", lengths == args.max_response_length)["x/mean"]
-        metrics["rollout/stop_frac"] = stats("x", torch.tensor([s.finish_reason == "stop" for s in samples]))["x/mean"]
-        pairs = [(old_logp[offsets[i]:offsets[i + 1]].cpu(), torch.tensor(s.logp)) for i, s in enumerate(samples) if s.logp is not None]
-        diff = torch.cat([(a.exp() - b.exp()).abs() for a, b in pairs] or [torch.zeros(0)])
-        metrics |= {f"rollout/probs_diff_{k}": v for k, v in zip(("mean", "max"), stats("x", diff).values())}
+        metrics |= {"response_length/clip_ratio": mean(lengths == args.max_response_length), "rollout/stop_frac": mean(finished)}
+        engine_logp = torch.tensor([x for s in samples for x in s.logp or [math.nan] * len(s.response_ids)])     # (R,); NaN where the engine gave none
+        apart = stats("", (old_logp.cpu().exp() - engine_logp.exp()).abs()[~engine_logp.isnan()])
+        metrics |= {"rollout/probs_diff_mean": apart["/mean"], "rollout/probs_diff_max": apart["/max"]}
         everyone = [None] * world
         dist.all_gather_object(everyone, rules)
-        (num_tokens,) = all_sum(int(lengths.sum() + prompt_lengths.sum()))
         metrics |= summarize(list(itertools.chain(*everyone))) if scorer else {}
-        metrics |= dict(timing) | {"perf/total_num_tokens": num_tokens, "perf/throughput": num_tokens / timing["timing/step"] / world}
-        if device.type == "cuda":
-            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-            if peak := next((v for k, v in PEAK_FLOPS.items() if k in torch.cuda.get_device_name()), None):
-                seconds = timing["timing/update_critic"] + timing["timing/update_actor"]
-                metrics["perf/mfu"] = 6 * parameters * num_tokens * args.ppo_epochs * (len(trained) - (step <= args.critic_warmup)) / seconds / world / peak
+        num_tokens, = all_sum(lengths.sum() + prompt_lengths.sum())
+        flops = 6 * parameters * num_tokens * ((args.critic_ppo_epochs or args.ppo_epochs) * (len(trained) - 1) + args.ppo_epochs * (step > args.critic_warmup))
+        metrics |= timing | perf_metrics(num_tokens, flops, timing, world)
+        log(step, metrics)
         if rank == 0:
-            log(step, metrics)
             dump_rollouts(run_dir, step, [
                 {"prompt": tokenizer.decode(samples[i].prompt_ids), "response": texts[i], "ground_truth": prompts[i]["ground_truth"], "score": scores[i].item(),
                  "finish_reason": samples[i].finish_reason, "response_ids": samples[i].response_ids} for i in range(min(args.dump_rollouts, len(samples)))])
