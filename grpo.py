@@ -362,17 +362,14 @@ def sum_by(index, values, size):
     return torch.zeros(size, dtype=values.dtype, device=values.device).index_add(0, index, values)
 
 
-def overlong_penalty(lengths, max_length, buffer, factor):
-    """DAPO's soft punishment (2503.14476, eq. 13): 0 up to max_length - buffer, from there linearly down to -factor at max_length and beyond.
-    buffer 0: none.  (N,) -> (N,)"""
-    return -factor * ((lengths.double() - (max_length - buffer)) / max(buffer, 1)).clamp(0, 1 if buffer else 0)
-
-
 def shaped_rewards(args, scores, samples):
-    """Score of each response, less what its length costs; NaN: a score that could not be had.  (N,)"""
+    """Score of each response (N,) less what its length costs: --length_penalty, and DAPO's (2503.14476, eq. 13) from 0 where the overlong buffer begins
+    linearly to --overlong_penalty_factor at --max_response_length. NaN: a score that could not be had."""
     lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.float64)
-    return (torch.tensor([s.score for s in scores], dtype=torch.float64) - args.length_penalty * lengths / args.max_response_length
-            + overlong_penalty(lengths, args.max_response_length, args.overlong_buffer_len, args.overlong_penalty_factor))
+    rewards = torch.tensor([s.score for s in scores], dtype=torch.float64) - args.length_penalty * lengths / args.max_response_length
+    if args.overlong_buffer_len:
+        rewards -= args.overlong_penalty_factor * ((lengths - args.max_response_length) / args.overlong_buffer_len + 1).clamp(0, 1)
+    return rewards
 
 
 def group_max(values, group):
@@ -480,15 +477,14 @@ def token_advantages(args, rewards, token_rewards, lengths, group, mask, baselin
 # Losses: 1-D over the R response tokens of a micro-batch
 
 def loss_weights(lengths, mode, tokens, rows, max_length):
-    """Weight of each response's token losses so that the plain sum over all micro-batches and ranks is the aggregated loss.
+    """Weight (N,) of each response's token losses so that their plain sum over all micro-batches and ranks is the aggregated loss.
 
-    lengths (N,): trained tokens a response. tokens, rows: trained tokens, and responses that have any, in the whole
-    mini-batch on all ranks. max_length: the constant C of Dr. GRPO. Returns (N,) float64.
+    lengths (N,): trained tokens a response. tokens, rows: trained tokens, and responses that have any, in the mini-batch of all ranks.
     """
     divisor = {"token-mean": tokens,                                   # DAPO, 2503.14476
                "seq-mean-token-sum": rows,
                "seq-mean-token-mean": rows * lengths.clamp(min=1),     # GRPO, 2402.03300
-               "seq-mean-token-sum-norm": rows * max_length}[mode]     # Dr. GRPO, 2503.20783
+               "seq-mean-token-sum-norm": rows * max_length}[mode]     # Dr. GRPO, 2503.20783, with max_length for its constant
     return 1 / torch.as_tensor(divisor, dtype=torch.float64).clamp(min=1).expand(len(lengths))
 
 
@@ -632,15 +628,14 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, betas=(0.9, 0.999), fused=device.type == "cuda" and not args.offload_policy)
     saved = {"actor": (model, optimizer)} | ({"ref": (ref, None)} if ref is not None and args.ref_ema_steps else {})
     state = load_checkpoint(resume_from, saved) if resume_from else {"step": 0}
-    start_step, position, kl_coef = state["step"], state.get("position", state["step"]), args.kl_coef  # position: batches of the data order drawn
-    if args.kl_ctrl == "adaptive":
-        kl_coef = state.get("kl_coef", kl_coef)
+    start_step, position = state["step"], state.get("position", state["step"])  # steps made, batches of the data order drawn
+    kl_coef = state.get("kl_coef", args.kl_coef) if args.kl_ctrl == "adaptive" else args.kl_coef
     steps_per_epoch = len(train) // args.train_batch_size
     total_steps = args.total_training_steps or args.total_epochs * steps_per_epoch
     sampling = Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_response_length, ignore_eos=args.ignore_eos)
     if rank == 0:
         (run_dir / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
-        log = make_logger(args, run_dir, start_step)
+    log = make_logger(args, run_dir, start_step) if rank == 0 else lambda step, metrics: None
     print0(f"{type(model).__name__} of {parameters / 1e6:.1f}M parameters on {world} x {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, {args.dtype} compute, fp32 masters; "
            f"engine {args.engine}, sleep {args.sleep}; sampling {sampling}; {total_steps} steps, {steps_per_epoch} an epoch"
            + (f"; resumed from {resume_from}" if resume_from else ""))
@@ -654,7 +649,7 @@ def main():
     places = np.arange(args.train_batch_size).reshape(-1, world, args.ppo_mini_batch_size // world)[:, rank].flatten()
 
     def rollout(position):
-        """This rank's prompts of batch `position` of the data order, answered n times and scored -> groups of (row, seed, sample, text, Score)."""
+        """Batch `position` of the data order: this rank's prompts answered n times and scored -> groups of (row, seed, sample, text, Score)."""
         rows = batch_rows(len(train), args.train_batch_size, args.seed, position)[places].repeat(args.n)
         seeds = np.reshape(request_seeds(args.seed, position + 1, args.train_batch_size * args.n), (-1, args.n))[places].flatten()
         with timer(timing, "gen"):
@@ -662,21 +657,18 @@ def main():
         with timer(timing, "reward"):
             texts, scores = score(scorer, tokenizer, samples, [train[i] for i in rows])
         responses = list(zip(rows.tolist(), seeds.tolist(), samples, texts, scores))
-        return [responses[i:i + args.n] for i in range(0, len(responses), args.n)]
-
-    def whole_rollout(position):
-        """All ranks' groups, in the order of the batch."""
-        everyone = [None] * world
-        dist.all_gather_object(everyone, list(zip(places.tolist(), rollout(position))))
+        groups = [responses[i:i + args.n] for i in range(0, len(responses), args.n)]
+        if not args.filter_groups:
+            return groups
+        everyone = [None] * world  # dynamic sampling picks among the groups of all ranks, in the order of the batch
+        dist.all_gather_object(everyone, list(zip(places.tolist(), groups)))
         return [group for _, group in sorted(itertools.chain(*everyone), key=lambda placed: placed[0])]
 
     if start_step >= total_steps:
         print0(f"nothing to do: {resume_from} has all {total_steps} steps; raise --total_training_steps, or take another --experiment_name")
     sync()
     if args.val_before_train and start_step == 0 and val:
-        metrics = validate(engine, scorer, tokenizer, val, args, rank, world)
-        if rank == 0:
-            log(0, metrics)
+        log(0, validate(engine, scorer, tokenizer, val, args, rank, world))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Training
@@ -690,7 +682,7 @@ def main():
         # 1. Prompts -> n responses each -> scores. Rows of one prompt stand together and on one rank.
         metrics, filler = {}, torch.zeros(len(places), dtype=torch.bool)
         if args.filter_groups:
-            groups, used, metrics = fill_batch(lambda k: whole_rollout(position + k), args.train_batch_size, args.max_num_gen_batches)
+            groups, used, metrics = fill_batch(lambda k: rollout(position + k), args.train_batch_size, args.max_num_gen_batches)
             groups, filler = [groups[p] for p in places], torch.from_numpy(places >= used)  # constant groups that fill the batch up
         else:
             groups = rollout(position)
@@ -738,8 +730,8 @@ def main():
                 metrics |= mismatch
             advantages = token_advantages(args, rewards, token_rewards, lengths, group, mask, baselines)        # (R,)
             trained = sum_by(row, mask.long(), len(samples))                                                    # (N,) tokens with a loss
-            luck = torch.cat([torch.from_numpy(np.random.default_rng([seed, step]).random(length)) for seed, length in zip(seeds, lengths.tolist())])  # (R,)
-            tokens = {k: v.to(device) for k, v in {"old_logp": old_logp, "advantages": advantages.float(), "row": row, "mask": mask, "weights": weights.float()}.items()}
+            tokens = {"old_logp": old_logp, "advantages": advantages.float(), "row": row, "mask": mask, "weights": weights.float()}
+            tokens = {name: values.to(device) for name, values in tokens.items()}
 
         # 5. Update: per mini-batch one optimizer step, accumulated over micro-batches of a token budget.
         with timer(timing, "update_actor"):
@@ -756,7 +748,8 @@ def main():
                 loss_weight = (loss_weights(trained, args.loss_agg_mode, num_tokens, num_rows, args.max_response_length)[row] * here).float().to(device)  # (R,)
                 if args.loss in ("clip_cov", "kl_cov"):
                     now = batch_logprobs(model, samples, offsets, args, device, mini) if updates else old_logp
-                    tokens["chosen"] = covariant_tokens(args, now, old_logp, advantages, here, luck).to(device)
+                    luck = np.concatenate([np.random.default_rng([seed, step]).random(length) for seed, length in zip(seeds, lengths.tolist())])  # on any rank the same
+                    tokens["chosen"] = covariant_tokens(args, now, old_logp, advantages, here, torch.from_numpy(luck)).to(device)
                 sums = defaultdict(float)
                 for micro in micro_batches(samples, mini, args.max_tokens_per_micro_batch):
                     chosen = micro or [start]  # a rank with nothing left runs along, at weight zero
@@ -825,8 +818,8 @@ def main():
         dist.all_gather_object(everyone, scores)
         total_tokens, = all_sum(lengths.sum() + prompt_lengths.sum())
         metrics |= summarize(list(itertools.chain(*everyone))) | timing | perf_metrics(total_tokens, 6 * parameters * total_tokens * args.ppo_epochs, timing, world)
+        log(step, metrics)
         if rank == 0:
-            log(step, metrics)
             dump_rollouts(run_dir, step, [
                 {"prompt": tokenizer.decode(samples[i].prompt_ids), "response": texts[i], "ground_truth": train[rows[i]]["ground_truth"], "score": scores[i].score,
                  "advantage": row_advantages[i].item(), "finish_reason": samples[i].finish_reason, "response_ids": samples[i].response_ids}

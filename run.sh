@@ -27,15 +27,15 @@ if [ "$GPU" = 1 ]; then
   NGPU=${NGPU:-$(nvidia-smi -L 2> /dev/null | wc -l)}               # GPUs, one process each
   MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}                        # hub name or local directory
   DATA=${DATA:-data/gsm8k}                                          # {train,test}.parquet, or GSM8K's {train,test}.jsonl
-  BATCH=256; LENGTH=512
-  options=(--engine vllm --train_batch_size $BATCH --ppo_mini_batch_size 64 --n 8 --max_prompt_length 512 --max_response_length $LENGTH
+  MINI=64; LENGTH=512
+  options=(--engine vllm --train_batch_size 256 --ppo_mini_batch_size $MINI --n 8 --max_prompt_length 512 --max_response_length $LENGTH
            --lr 1e-6 --total_epochs 3 --test_freq 10 --save_freq 20)
 else
   NGPU=${NGPU:-1}
   MODEL=${MODEL:-data/demo-$SEED/model}
   DATA=${DATA:-data/demo-$SEED}
-  BATCH=64; LENGTH=16
-  options=(--engine hf --train_batch_size $BATCH --ppo_mini_batch_size 16 --n 8 --max_prompt_length 32 --max_response_length $LENGTH
+  MINI=16; LENGTH=16
+  options=(--engine hf --train_batch_size 64 --ppo_mini_batch_size $MINI --n 8 --max_prompt_length 32 --max_response_length $LENGTH
            --max_tokens_per_micro_batch 4096 --lr 3e-4 --lr_scheduler_type linear --warmup_steps 10 --clip_ratio_high 0.28 --total_training_steps 300 --test_freq 25 --save_freq 50)
 fi
 script=grpo.py
@@ -51,7 +51,7 @@ case "$ALGO" in  # what each paper sets; README.md has the table
   reinforce_pp) options+=(--adv_estimator reinforce_plus_plus --use_kl_in_reward true);;
   reinforce_pp_baseline) options+=(--adv_estimator reinforce_plus_plus_baseline --use_kl_loss true --kl_loss_type k2);;
   remax) options+=(--adv_estimator remax --loss gpg --use_kl_in_reward true);;
-  opo) options+=(--adv_estimator opo --ppo_mini_batch_size "$BATCH");;
+  opo) options+=(--adv_estimator opo --train_batch_size $MINI); [ "$GPU" = 1 ] || options+=(--total_training_steps 1200);;  # strictly on-policy: one update a batch
   gpg) options+=(--adv_estimator gpg --loss gpg);;
   passk) options+=(--adv_estimator grpo_passk);;
   cispo) options+=(--loss cispo --clip_ratio_low 1 --clip_ratio_high 4);;

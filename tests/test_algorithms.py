@@ -260,10 +260,11 @@ def expect_dynamic_sampling(file, case):
 
 
 def evaluate_overlong_penalty(file, case, rows, parts):
-    given = case["inputs"]
-    lengths = torch.tensor(given["valid_response_length"])
-    penalty = grpo.overlong_penalty(lengths[rows], given["max_resp_len"], given["overlong_buffer_len"] if given["enable"] else 0, given["penalty_factor"])
-    return {"overlong_penalty": torch.zeros(len(lengths), dtype=torch.float64).index_copy(0, torch.tensor(rows), penalty)}
+    given, lengths = case["inputs"], case["inputs"]["valid_response_length"]
+    args = grpo.Args(max_response_length=given["max_resp_len"], overlong_buffer_len=given["overlong_buffer_len"] if given["enable"] else 0,
+                     overlong_penalty_factor=given["penalty_factor"])
+    shaped = grpo.shaped_rewards(args, [SimpleNamespace(score=given["score"]) for _ in rows], [Sample([1], [5] * lengths[i], "stop", None) for i in rows])
+    return {"overlong_penalty": torch.zeros(len(lengths), dtype=torch.float64).index_copy(0, torch.tensor(rows), shaped - given["score"])}
 
 
 def expect_overlong_penalty(file, case):
@@ -601,10 +602,10 @@ def test_check_warns_and_sets(capsys):
 
 # ---- in the script
 
-def algorithms(batch, length):
-    """{ALGO: options} of run.sh's case block."""
-    lines = re.findall(r"^  (\w+)\) (?:options\+=\((.*)\))?;;$", (Path(grpo.__file__).parent / "run.sh").read_text(), re.M)
-    plain = {name: words.replace("$((LENGTH / 5))", str(length // 5)).replace('"$BATCH"', str(batch)).split() for name, words in lines}
+def algorithms(mini, length):
+    """{ALGO: options} of run.sh's case block, with its MINI and LENGTH."""
+    lines = re.findall(r"^  (\w+)\) (?:options\+=\((.*?)\))?;(?:| .*);", (Path(grpo.__file__).parent / "run.sh").read_text(), re.M)
+    plain = {name: words.replace("$((LENGTH / 5))", str(length // 5)).replace("$MINI", str(mini)).split() for name, words in lines}
     return {name: dict(zip((w[2:] for w in words[::2]), words[1::2], strict=True)) for name, words in plain.items() if name != "ppo"}
 
 
@@ -618,17 +619,17 @@ COMBINED |= {name: {} for name in NAMES if SLOW and name not in COMBINED}
 
 
 def test_run_sh_knows_them():
-    assert list(algorithms(64, 16)) == NAMES
+    assert list(algorithms(16, 16)) == NAMES
 
 
 @pytest.mark.parametrize("name", COMBINED)
 def test_two_ranks_in_small_pieces_equal_one(process_group, demo, tmp_path, name):
     """Two steps of two updates: on one rank in one piece, on two ranks with a sample or two a micro-batch. Metrics, and both of AdamW's moments."""
-    given = {"ppo_mini_batch_size": 4} | algorithms(8, 10)[name] | COMBINED[name]
+    given = {"train_batch_size": 8} | algorithms(4, 10)[name] | COMBINED[name]
     rows, moments = [], []
     for ranks, budget in (1, 4096), (2, 60):
         (tmp_path / str(ranks)).mkdir()
-        done = run(demo, tmp_path / str(ranks), ranks=ranks, max_tokens_per_micro_batch=budget, train_batch_size=8, lr=2e-4, total_training_steps=2, save_freq=2,
+        done = run(demo, tmp_path / str(ranks), ranks=ranks, max_tokens_per_micro_batch=budget, ppo_mini_batch_size=4, lr=2e-4, total_training_steps=2, save_freq=2,
                    max_grad_norm=1e9, rollout_logprobs=1, seed=1, **given)
         rows.append(done.rows)
         moments.append(stored(done.path / "global_step_2/actor"))
@@ -721,7 +722,7 @@ def test_it_learns(demo, tmp_path, name):
     rloo .24 -> .51, reinforce_pp .25 -> .53."""
     table = pq.read_table(demo / "train.parquet")
     pq.write_table(table.take(list(range(0, 352, 11))), tmp_path / "train.parquet")
-    given = {"ppo_mini_batch_size": 8} | algorithms(32, 10)[name]
-    rows = run(demo, tmp_path, train_files=tmp_path / "train.parquet", train_batch_size=32, n=8, total_training_steps=10, lr=3e-4, max_num_gen_batches=2, **given).rows
+    given = {"train_batch_size": 32} | algorithms(8, 10)[name]
+    rows = run(demo, tmp_path, train_files=tmp_path / "train.parquet", ppo_mini_batch_size=8, n=8, total_training_steps=10, lr=3e-4, max_num_gen_batches=2, **given).rows
     scores = [r.get("training/sampled_score_mean", r["critic/score/mean"]) for r in rows]
     assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.1, scores

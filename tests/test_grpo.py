@@ -247,8 +247,10 @@ def reward_file(tmp_path_factory):
     return path
 
 
-def reference_step(model_path, samples, rewards, mode, temperature, entropy_coeff, kl_coef):
-    """Loss of the first update and its gradient, from the formulas and a plain transformers model. KL is k1: zero, but not its gradient."""
+def reference_step(model_path, samples, rewards, mode, temperature, entropy_coeff, kl_coef, cut):
+    """Loss of the first update and its gradient, from the formulas and a plain transformers model. KL is k1: zero, but not its gradient.
+
+    cut: responses without an EOS are compared with their siblings, but not trained on."""
     advantages = []
     for start in range(0, len(rewards), 4):
         there = [r for r in rewards[start:start + 4] if not math.isnan(r)]
@@ -256,7 +258,7 @@ def reference_step(model_path, samples, rewards, mode, temperature, entropy_coef
             flat = math.isnan(r) or len(set(there)) == 1
             advantages.append(0.0 if flat else (r - statistics.mean(there)) / (statistics.stdev(there) + 1e-6))
     lengths = [len(s.response_ids) for s in samples]
-    trained = [i for i, r in enumerate(rewards) if not math.isnan(r)]
+    trained = [i for i, r in enumerate(rewards) if not math.isnan(r) and not (cut and samples[i].finish_reason == "length")]
     tokens, rows = sum(lengths[i] for i in trained), len(trained)
     model = AutoModelForCausalLM.from_pretrained(model_path)
     expected = {"pg_loss": 0.0, "entropy": 0.0}
@@ -273,9 +275,9 @@ def reference_step(model_path, samples, rewards, mode, temperature, entropy_coef
 
 
 # Budget 42: every sample alone, the one without a reward too. 60: two or three together. 4096: all.
-@pytest.mark.parametrize("mode, budget, pad", [(mode, budget, "<pad>") for mode in MODES for budget in (42, 4096)]
-                         + [("token-mean", 60, "<pad>"), ("token-mean", 60, "<eos>")])
-def test_gradient_of_a_step(process_group, demo, reward_file, tmp_path, mode, budget, pad):
+@pytest.mark.parametrize("mode, budget, pad, cut", [(mode, budget, "<pad>", False) for mode in MODES for budget in (42, 4096)]
+                         + [("token-mean", 60, "<pad>", False), ("token-mean", 60, "<eos>", False), ("seq-mean-token-mean", 60, "<pad>", True)])
+def test_gradient_of_a_step(process_group, demo, reward_file, tmp_path, mode, budget, pad, cut):
     """The script's first gradient (AdamW's first moment is a tenth of it) equals the formulas', whatever the micro-batches."""
     model_path = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(demo / "model").save_pretrained(model_path)
@@ -285,7 +287,7 @@ def test_gradient_of_a_step(process_group, demo, reward_file, tmp_path, mode, bu
     coefficients = dict(temperature=0.8, entropy_coeff=0.01)
     row, = run(demo, tmp_path, model_path=model_path, reward_fn=f"{reward_file}:reward", loss_agg_mode=mode, max_tokens_per_micro_batch=budget,
                total_training_steps=1, save_freq=1, dump_rollouts=16, max_grad_norm=1e9, use_kl_loss="true", kl_loss_type="k1", kl_loss_coef=0.1,
-               **coefficients).rows
+               **coefficients, **(dict(mask_truncated="true", max_response_length=3) if cut else {})).rows
     dumped = [json.loads(line) for line in (tmp_path / "runs/run/rollouts/step_1.jsonl").read_text().splitlines()]
     train = load_prompts(demo / "train.parquet", tokenizer, 32)
     prompts = [train[i]["prompt_ids"] for i in batch_rows(len(train), 4, 0, 0) for _ in range(4)]
@@ -294,7 +296,9 @@ def test_gradient_of_a_step(process_group, demo, reward_file, tmp_path, mode, bu
     assert 0 < sum(map(math.isnan, rewards)) < 8 and any(s.response_ids[-1] == tokenizer.eos_token_id for s in samples)
     assert all((s.response_ids[-1] == tokenizer.eos_token_id) == (s.finish_reason == "stop") for s in samples)
 
-    expected, gradient = reference_step(model_path, samples, rewards, mode, kl_coef=0.1, **coefficients)
+    assert not cut or 3 < sum(s.finish_reason == "length" for s in samples) < 13
+
+    expected, gradient = reference_step(model_path, samples, rewards, mode, kl_coef=0.1, cut=cut, **coefficients)
     for key, value in expected.items():
         assert row[f"actor/{key}"] == pytest.approx(value, rel=1e-5, abs=1e-6), key
     moments, largest = stored(tmp_path / "runs/run/global_step_1/actor"), max(g.abs().max().item() for g in gradient.values())
