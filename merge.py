@@ -283,8 +283,23 @@ def perf_metrics(tokens, flops, timing, world):
     return metrics
 
 
+ALARMS = (  # metric, when it is odd (its value, its value in the first step), what to try
+    ("rollout/probs_diff_mean", lambda v, first: v > 0.01, "engine and trainer give tokens other probabilities; look at --dtype, --top_p and --top_k, or correct with grpo.py's --rollout_is token"),
+    ("actor/ppo_kl", lambda v, first: abs(v) > 0.3, "the policy moves far within a step; lower --lr or --ppo_epochs"),
+    ("actor/reward_kl_penalty", lambda v, first: v > 1, "the policy is far from the reference; raise --kl_coef or lower --lr"),
+    ("actor/kl_loss", lambda v, first: v > 1, "the policy is far from the reference; raise --kl_loss_coef or lower --lr"),
+    ("actor/entropy", lambda v, first: v < 0.03 * first, "the policy has all but stopped exploring; lower --lr, raise --entropy_coeff or --clip_ratio_high"),
+    ("actor/entropy", lambda v, first: v > 3 * first + 0.1, "the policy falls apart; lower --lr or --entropy_coeff, or add a KL"),
+    ("reward/error_frac", lambda v, first: v > 0.05, "the reward function fails or runs out of time; try it on rollouts/step_N.jsonl, or raise --reward_timeout"),
+    ("reward/no_answer_frac", lambda v, first: v > 0.9, "hardly any response has an answer that the reward reads; look at rollouts/step_N.jsonl, then try another --reward_fn"),
+    ("critic/constant_groups_frac", lambda v, first: v == 1, "no group has two different scores, so nothing was learned; take easier or harder prompts, a larger --n or a higher --temperature"),
+    ("response_length/clip_ratio", lambda v, first: v > 0.5, "most responses were cut; raise --max_response_length"))
+
+
 def make_logger(args, run_dir, start_step):
-    """log(step, metrics) to what --logger names. After a resume, rows of metrics.jsonl beyond start_step are dropped."""
+    """log(step, metrics) to what --logger names, and the first time a metric is odd (ALARMS) a warning. After a resume, rows of
+    metrics.jsonl beyond start_step are dropped."""
+    first, warned = {}, set()
     loggers, path = args.logger.split(","), run_dir / "metrics.jsonl"
     if "jsonl" in loggers:
         rows = path.read_text().splitlines() if path.exists() and start_step else []
@@ -312,6 +327,11 @@ def make_logger(args, run_dir, start_step):
             writer.flush()
         if "wandb" in loggers:
             wandb.log(metrics, step=step)
+        for alarm in ALARMS:
+            key, odd, remedy = alarm
+            if key in metrics and alarm not in warned and odd(metrics[key], first.setdefault(key, metrics[key])):
+                warned.add(alarm)
+                tqdm.write(f"warning: step {step}: {key} is {metrics[key]:.3g}: {remedy}", file=sys.stderr)
     return log
 
 

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
@@ -47,7 +48,7 @@ from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, 
 from prepare_data import batch_rows, load_prompts, resolve_model
 from reward import Scorer, method_for, summarize
 from rollout import (Sample, Sampling, all_sum, build_engine, init_distributed, must_sleep, one_sentence, parse_args, print0, request_seeds, score,
-                     validate)
+                     stop_signals, validate)
 
 
 @dataclass
@@ -141,6 +142,7 @@ class Args:
     val_n: int = 1                                       # responses a validation prompt; pass@k for n > 1
     val_temperature: float = 0.0                         # 0: greedy
     save_freq: int = 10                                  # checkpoint every so many steps and at the end; 0: never
+    max_skipped_steps: int = 5                           # stop after so many steps in a row with an update that had to be skipped
     max_ckpt_to_keep: int = 0                            # older checkpoints are deleted; 0: keep all
     resume_mode: str = "auto"                            # auto: newest whole checkpoint of the run; disable; or a path
     project_name: str = "nanoverl"                       # folder of runs, and wandb's project
@@ -570,23 +572,19 @@ def optimize(model, optimizer, lr, epochs, token_losses, batch, args, device):
     """`epochs` passes over the batch in mini-batches of one optimizer step each, accumulated over micro-batches of a token budget.
 
     token_losses(inputs, labels, flat) -> losses (R,) and metrics {name: (R,)} of a micro-batch; flat: its places in the batch's
-    flat tensors. batch: (samples, offsets (N + 1,), trained (N,) tokens with a loss). The loss is a plain sum of token losses times weights that count the whole
-    mini-batch on all ranks, so that neither micro-batches nor the number of ranks change the gradient. Returns metrics, means over
-    the updates made.
+    flat tensors. batch: samples, offsets (N + 1,), trained (N,) tokens with a loss. The loss is a plain sum of token losses times
+    weights that count the whole mini-batch on all ranks, so that neither micro-batches nor the number of ranks change the gradient.
+    An update whose gradient isn't finite is skipped. Returns metrics, means over the updates made.
     """
     samples, offsets, trained = batch
     world, totals, updates, skipped = dist.get_world_size(), defaultdict(float), 0, 0
     for param_group in optimizer.param_groups:  # set, not scheduled: a resumed run takes the command line's values
         param_group |= {"lr": lr, "weight_decay": args.weight_decay}
-    mini_rows = args.ppo_mini_batch_size // world * args.n
-    for start in [*range(0, len(samples), mini_rows)] * epochs:
-        lengths = trained[start:start + mini_rows]
-        tokens, rows = all_sum(int(lengths.sum()), int((lengths > 0).sum()))
-        weights = torch.zeros(len(samples))
-        weights[start:start + mini_rows] = loss_weights(lengths, args.loss_agg_mode, tokens, rows, args.max_response_length) * (lengths > 0)
+
+    def accumulate(mini, weights, tokens):
         sums = defaultdict(float)
-        for micro in micro_batches(samples, range(start, start + mini_rows), args.max_tokens_per_micro_batch):
-            chosen = micro or [start]  # a rank with nothing left runs along, at weight zero
+        for micro in micro_batches(samples, mini, args.max_tokens_per_micro_batch):
+            chosen = micro or [mini[0]]  # a rank with nothing left runs along, at weight zero
             inputs, labels = pack([samples[i] for i in chosen], device)
             flat = flat_rows(offsets, chosen).to(device)
             weight = (weights * bool(micro))[chosen].repeat_interleave(torch.tensor([len(samples[i].response_ids) for i in chosen])).to(device)  # (R,)
@@ -594,8 +592,29 @@ def optimize(model, optimizer, lr, epochs, token_losses, batch, args, device):
             loss = torch.where(weight > 0, losses * weight, 0.0).sum()
             (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
             for key, value in metrics.items():  # terms of the loss as they enter it, all else as a mean over tokens
-                per_token = weight if key in ("pg_loss", "vf_loss", "entropy", "kl_loss") else 1 / max(tokens, 1)
+                per_token = weight if key in ("pg_loss", "vf_loss", "kl_loss") else 1 / max(tokens, 1)
                 sums[key] += torch.where(weight > 0, value.detach() * per_token, 0.0).sum()
+        return sums
+
+    mini_rows = args.ppo_mini_batch_size // world * args.n
+    for start in [*range(0, len(samples), mini_rows)] * epochs:
+        mini = range(start, start + mini_rows)
+        lengths = trained[mini]
+        tokens, rows = all_sum(int(lengths.sum()), int((lengths > 0).sum()))
+        weights = torch.zeros(len(samples))
+        weights[mini] = loss_weights(lengths, args.loss_agg_mode, tokens, rows, args.max_response_length) * (lengths > 0)
+        while True:
+            try:
+                sums = accumulate(mini, weights, tokens)
+                break
+            except torch.OutOfMemoryError:  # on several ranks the others wait in a collective: there it ends the run
+                if world > 1 or args.max_tokens_per_micro_batch < 512 or not hasattr(model, "reset_iter_state"):
+                    raise
+                args.max_tokens_per_micro_batch //= 2
+            optimizer.zero_grad(set_to_none=True)
+            model.reset_iter_state()
+            torch.cuda.empty_cache()
+            print0(f"warning: out of GPU memory in an update; going on with --max_tokens_per_micro_batch {args.max_tokens_per_micro_batch}")
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         if tokens and torch.isfinite(grad_norm):
@@ -607,7 +626,7 @@ def optimize(model, optimizer, lr, epochs, token_losses, batch, args, device):
             print0(f"warning: an update of {tokens:.0f} tokens with gradient norm {grad_norm.item()} was skipped")
             skipped += 1
         optimizer.zero_grad(set_to_none=True)
-    summed = all_sum(*(float(v) for v in totals.values())) if totals else []
+    summed = all_sum(*map(float, totals.values()))
     return {k: v / max(1, updates) for k, v in zip(totals, summed)} | {"lr": lr, "skipped_updates": skipped}
 
 
@@ -661,6 +680,7 @@ def setup(args):
     return rank, world, device, config, tokenizer, judges, train, val, scorer, cost_scorer, run_dir, resume_from
 
 
+@record  # torchrun ends with the traceback of the rank that failed first
 def main():
     args = parse_args(Args)
     with one_sentence():
@@ -687,9 +707,10 @@ def main():
                   for name, (path, judge_config, judge_tokenizer) in judges.items()}
     trained = {"actor": (actor, adamw(actor)), "critic": (critic, adamw(critic))} | ({"cost_critic": (cost_critic, adamw(cost_critic))} if safe else {})
     saved = trained | ({"ref": (ref, None)} if args.ref_ema_steps else {})
-    state = {"step": 0, "kl_coef": args.kl_coef, "rewards": {"count": 0, "mean": 0.0, "m2": 0.0}, "log_lambda": math.log(args.lambda_init), "costs": []}
+    state = {"step": 0, "kl_coef": args.kl_coef, "rewards": {"count": 0, "mean": 0.0, "m2": 0.0}, "log_lambda": math.log(args.lambda_init), "costs": [], "skipped_steps": 0}
     if resume_from:
-        state |= {k: v for k, v in load_checkpoint(resume_from, saved).items() if k in state and (k, args.kl_ctrl) != ("kl_coef", "fixed")}
+        with one_sentence():
+            state |= {k: v for k, v in load_checkpoint(resume_from, saved).items() if k in state and (k, args.kl_ctrl) != ("kl_coef", "fixed")}
     parameters, start_step = sum(p.numel() for p in actor.parameters()), state["step"]
     steps_per_epoch = len(train) // args.train_batch_size
     total_steps = args.total_training_steps or args.total_epochs * steps_per_epoch
@@ -722,6 +743,7 @@ def main():
     # -----------------------------------------------------------------------------------------------------------------
     # Training. This rank answers its share of each batch, n times each: of every mini-batch the same share, so that an
     # optimizer step sees the same prompts on any number of ranks.
+    stop_signal, stopping, unsaved = stop_signals(), 0, None
     places = np.arange(args.train_batch_size).reshape(-1, world, args.ppo_mini_batch_size // world)[:, rank].flatten()
     for step in tqdm(range(start_step + 1, total_steps + 1), initial=start_step, total=total_steps, desc="steps", disable=rank != 0, file=sys.stderr):
         timing, metrics, started = defaultdict(float), {"training/global_step": step, "training/epoch": (step - 1) // steps_per_epoch}, time.perf_counter()
@@ -732,6 +754,8 @@ def main():
         with timer(timing, "gen"):
             samples = engine.generate([p["prompt_ids"] for p in prompts], sampling, seeds)
             engine.sleep()
+        if args.sleep == "always" and device.type == "cuda":
+            metrics["perf/memory_asleep_gb"] = np.subtract(*torch.cuda.mem_get_info()[::-1]) / 2**30
         lengths = torch.tensor([len(s.response_ids) for s in samples])                                          # (N,)
         offsets = [0, *lengths.cumsum(0).tolist()]                                                              # sample i: flat[offsets[i]:offsets[i + 1]]
         move(trained.values(), args, device)
@@ -832,11 +856,17 @@ def main():
         if args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps):
             with timer(timing, "testing"):
                 metrics |= evaluate()
-        state["step"] = step
-        if args.save_freq > 0 and (step % args.save_freq == 0 or step == total_steps):
+        state |= {"step": step, "skipped_steps": state["skipped_steps"] + 1 if metrics["critic/skipped_updates"] + metrics.get("actor/skipped_updates", 0) else 0}
+        stopping = stop_signal()
+        if args.save_freq > 0 and (step % args.save_freq == 0 or step == total_steps or stopping):
             with timer(timing, "save_checkpoint"):
                 move(trained.values(), args, device)
-                save_checkpoint(run_dir, step, saved, state | {"epoch": metrics["training/epoch"]}, tokenizer, args.max_ckpt_to_keep)
+                try:
+                    save_checkpoint(run_dir, step, saved, state | {"epoch": metrics["training/epoch"]}, tokenizer, args.max_ckpt_to_keep)
+                    unsaved = None
+                except OSError as error:  # the run goes on: the next save may find room
+                    unsaved = f"step {step} is not saved: {error}"
+                    print0(f"warning: {unsaved}")
                 move(trained.values(), args, "cpu")
         timing["timing/step"] = time.perf_counter() - started
 
@@ -859,12 +889,22 @@ def main():
             dump_rollouts(run_dir, step, [
                 {"prompt": tokenizer.decode(samples[i].prompt_ids), "response": texts[i], "ground_truth": prompts[i]["ground_truth"], "score": scores[i].item(),
                  "finish_reason": samples[i].finish_reason, "response_ids": samples[i].response_ids} for i in range(min(args.dump_rollouts, len(samples)))])
+        if state["skipped_steps"] >= args.max_skipped_steps > 0:
+            dump_rollouts(run_dir, f"{step}_rank_{rank}_skipped", [
+                {"prompt": p["prompt"], "response": t, "response_ids": s.response_ids, "score": x, "advantages": advantages[i:j].tolist(), "old_logp": old_logp[i:j].tolist()}
+                for p, t, s, x, i, j in zip(prompts, texts, samples, scores.tolist(), offsets, offsets[1:])])
+            unsaved = f"{args.max_skipped_steps} steps in a row had updates that were skipped; their last batch is in {run_dir / 'rollouts'}/step_{step}_rank_*_skipped.jsonl"
+            break
+        if stopping:
+            break
 
     for s in filter(None, (scorer, cost_scorer)):
         s.close()
     engine.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if unsaved or stopping:
+        sys.exit(f"ppo.py: {unsaved}" if unsaved else 128 + stopping)
 
 
 if __name__ == "__main__":

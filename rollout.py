@@ -20,8 +20,10 @@ import itertools
 import math
 import os
 import re
+import signal
 import socket
 import sys
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +121,28 @@ def init_distributed():
         raise ValueError(f"can't open {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: another run may hold the port; start torchrun "
                          f"with --standalone or another --master_port ({str(error).splitlines()[0]})") from None
     return rank, world, device
+
+
+def stop_signals():
+    """From now on SIGTERM and SIGINT (Ctrl-C, torchrun's end) let the step finish -> a function for all ranks to call together: the
+    signal that any of them got, or 0. A second one, at least two seconds later (torchrun passes Ctrl-C on twice), ends the process at once."""
+    got = []
+
+    def note(number, frame):
+        if got and time.monotonic() - got[0][1] > 2:
+            os._exit(128 + number)
+        if not got:
+            got.append((number, time.monotonic()))
+            print0(f"{signal.Signals(number).name}: finishing the step and saving; once more stops at once")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+
+    def received():
+        number = torch.tensor(got[0][0] if got else 0)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number)
+    return received
 
 
 def all_sum(*values):
@@ -335,6 +359,7 @@ class Helper:
 
 def serve(connection, model_path, options):
     """Life of a helper process: an engine of one rank that does what the connection asks, until the trainer is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the trainer decides
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
@@ -531,10 +556,17 @@ def must_sleep(args, config, world, trained=1):
 
 
 def score(scorer, tokenizer, samples, prompts):
-    """Decode and score: the only place where token ids become text. prompts: the row of each sample -> texts, Scores (none without a scorer)."""
+    """Decode and score: the only place where token ids become text. prompts: the row of each sample -> texts, Scores (none without a scorer).
+
+    An id beyond the tokenizer (models pad their vocabulary) decodes to nothing, so the text isn't what was sampled: score 0, no answer.
+    """
     texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     items = [{"data_source": p["data_source"], "solution_str": t, "ground_truth": p["ground_truth"], "extra_info": p["extra_info"]} for t, p in zip(texts, prompts)]
-    return texts, scorer.score(items) if scorer else []
+    scores = scorer.score(items) if scorer else []
+    for sample, s in zip(samples, scores):
+        if max(sample.response_ids, default=0) >= len(tokenizer) and s.error is None:
+            s.score, s.no_answer = 0.0, True
+    return texts, scores
 
 
 def validate(engine, scorer, tokenizer, prompts, args, rank, world, judge=None):
