@@ -2,9 +2,10 @@
 
 GRPO (arXiv 2402.03300) is PPO (1707.06347) with these deletions: no critic, no GAE, no value loss. In their place each
 prompt is answered n times and a response's advantage is its reward against its siblings', (R - mean) / std, the same for
-all of its tokens. What is left of PPO: the clipped ratio. KL to a reference model is optional and off.
+all of its tokens. What is left of PPO: the clipped ratio. KL to a reference model is optional and off. The relatives are an `if` each
+in group_advantages, token_advantages and policy_loss, two tables of the literature; README.md says which options make which paper.
 
-One step:  prompts -> n responses each -> rewards -> advantages -> (old, reference) log-probs -> clipped update -> weights to the engine
+One step:  prompts -> n responses each -> rewards -> (old, reference) log-probs -> advantages -> clipped update -> weights to the engine
 
     python grpo.py --train_files data/gsm8k/train.parquet --val_files data/gsm8k/test.parquet      one GPU, or a CPU
     torchrun --standalone --nproc_per_node=8 grpo.py --model_path Qwen/Qwen2.5-7B-Instruct ...     eight GPUs
@@ -731,7 +732,7 @@ def main():
             advantages = token_advantages(args, rewards, token_rewards, lengths, group, mask, baselines)        # (R,)
             trained = sum_by(row, mask.long(), len(samples))                                                    # (N,) tokens with a loss
             tokens = {"old_logp": old_logp, "advantages": advantages.float(), "row": row, "mask": mask, "weights": weights.float()}
-            tokens = {name: values.to(device) for name, values in tokens.items()}
+            tokens = {name: values.to(device) for name, values in tokens.items()}  # old_logp, there already, stays one tensor under both names
 
         # 5. Update: per mini-batch one optimizer step, accumulated over micro-batches of a token budget.
         with timer(timing, "update_actor"):
@@ -743,7 +744,7 @@ def main():
                 here = (start <= row) & (row < start + mini_rows) & mask                                        # (R,) its tokens with a loss
                 num_tokens, num_rows = all_sum(here.sum(), (trained[mini] > 0).sum())
                 if num_tokens == 0:
-                    skipped += 1
+                    skipped += not args.filter_groups  # there it holds constant groups that fill up the batch: nothing is wrong
                     continue
                 loss_weight = (loss_weights(trained, args.loss_agg_mode, num_tokens, num_rows, args.max_response_length)[row] * here).float().to(device)  # (R,)
                 if args.loss in ("clip_cov", "kl_cov"):
@@ -809,7 +810,7 @@ def main():
         metrics |= {f"actor/{key}": value / max(1, updates) for key, value in zip(totals, all_sum(*map(float, totals.values())))}
         metrics |= {"actor/lr": lr, "actor/skipped_updates": skipped, "critic/constant_groups_frac": 1 - mean(varied_groups(raw, group)),
                     "response_length/clip_ratio": mean(lengths == args.max_response_length), "rollout/stop_frac": mean(finished)}
-        seen = ~engine_logp.isnan() & (not (one_forward and skipped))
+        seen = ~engine_logp.isnan() & (updates > 0 or not one_forward)
         ours, theirs = old_logp.double().cpu()[seen], engine_logp[seen]
         apart = stats("", (ours.exp() - theirs.exp()).abs())
         metrics |= {"rollout/probs_diff_mean": apart["/mean"], "rollout/probs_diff_max": apart["/max"],

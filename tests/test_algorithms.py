@@ -542,6 +542,14 @@ def test_fault_44_dynamic_sampling(limit, used, order, surplus):
                        "training/groups_surplus": surplus, "training/sampled_score_mean": pytest.approx(1 - (used + surplus) / (8 * limit))}
 
 
+def test_dynamic_sampling_stops_when_full():
+    """Two groups wanted, both usable: one draw. The constant ones of a draw count, missing scores don't make a group varied."""
+    score = lambda *values: [(SimpleNamespace(score=v),) for v in values]
+    groups, used, metrics = grpo.fill_batch(lambda k: [score(1.0, 0.0), score(1.0, 1.0), score(0.0, 0.5), score(0.5, math.nan)], 2, 0)
+    assert (used, metrics["training/gen_batches"], metrics["training/groups_constant"], metrics["training/groups_surplus"]) == (2, 1, 2, 0)
+    assert [[response[0].score for response in group] for group in groups] == [[1.0, 0.0], [0.0, 0.5]]
+
+
 def test_fault_45_adaptive_kl():
     """Coefficient .02, target .1, horizon 10000, 500 responses: a KL of .16 makes it .0202, one of .09 .0199. (Resuming: below.)"""
     args = grpo.Args(kl_ctrl="adaptive", kl_target=0.1, kl_horizon=10000)
@@ -570,7 +578,7 @@ def test_passk_by_hand():
 def test_clip_cov_takes_its_share_at_random(process_group):
     """40 tokens, half of them candidates, a share of a tenth: the 4 luckiest candidates."""
     args = grpo.Args(loss="clip_cov", clip_cov_ratio=0.1, clip_cov_lb=0.5, clip_cov_ub=5.0)
-    advantages, logp = torch.tensor([1.0, -1.0] * 20), torch.tensor([-1.0, -3.0, -3.0, -1.0] * 10)  # covariance +1, +1, -1, -1
+    advantages, logp = torch.tensor([3.0, 1.0] * 20), torch.tensor([-1.0, -3.0, -3.0, -1.0] * 10)  # less their means: +-1; covariances 1, 1, -1, -1
     luck = torch.rand(40, generator=torch.Generator().manual_seed(0))
     mask = torch.arange(40) > -1
     candidates = [i for i in range(40) if i % 4 < 2]
@@ -578,6 +586,17 @@ def test_clip_cov_takes_its_share_at_random(process_group):
     assert chosen.nonzero()[:, 0].tolist() == sorted(sorted(candidates, key=lambda i: -luck[i])[:4])
     mask = torch.arange(40) < 20  # statistics and shares of the unmasked tokens alone
     assert grpo.covariant_tokens(args, logp, logp, advantages, mask, luck).nonzero()[:, 0].tolist() == sorted(sorted(candidates[:10], key=lambda i: -luck[i])[:2])
+
+
+def test_gspo_by_hand():
+    """Log-ratios 1 and 3: both tokens have the ratio e^2, of which at A = -1 each loses e^2 / 2 in the mean. A mean of 12 is cut at 10, with no gradient."""
+    args = grpo.Args(loss="gspo")
+    for log_ratios, ratio, slope in ([1.0, 3.0], math.e**2, math.e**2 / 2), ([11.0, 13.0], math.e**10, 0.0):
+        logp = torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True)
+        loss, _ = grpo.policy_loss(args, logp, torch.zeros(2, dtype=torch.float64), torch.tensor([-1.0, -1.0]), torch.tensor([0, 0]), torch.tensor([True, True]))
+        loss.mean().backward()
+        close(loss.detach(), [ratio, ratio])
+        close(logp.grad, [slope, slope])
 
 
 @pytest.mark.parametrize("changed, words", [
@@ -709,10 +728,11 @@ def test_remax_compares_with_the_greedy_answer(process_group, demo, tmp_path):
 
 
 def test_without_a_varied_group_nothing_is_trained(process_group, demo, tmp_path):
-    """All answers score 1: two batches are drawn, both updates skipped; the metrics stay finite."""
+    """All answers score 1: two batches are drawn, no update is made; the metrics stay finite."""
     (tmp_path / "reward.py").write_text("def reward(**item):\n    return 1.0\n")
     row, = run(demo, tmp_path, reward_fn=f"{tmp_path / 'reward.py'}:reward", filter_groups="true", max_num_gen_batches=2, ppo_mini_batch_size=2, total_training_steps=1).rows
-    assert row["training/gen_batches"] == 2 and row["training/groups_used"] == 0 and row["training/groups_constant"] == 8 and row["actor/skipped_updates"] == 2
+    assert row["training/gen_batches"] == 2 and row["training/groups_used"] == 0 and row["training/groups_constant"] == 8
+    assert row["actor/skipped_updates"] == 0 and "actor/grad_norm" not in row  # no update, and nothing wrong
     assert row["training/sampled_score_mean"] == 1 and all(math.isfinite(v) for v in row.values())
 
 
