@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
@@ -39,11 +40,11 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, GenerationConfig
 
-from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, perf_metrics, save_checkpoint, stats, timer
+from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, perf_metrics, stats, timer, try_save
 from prepare_data import batch_rows, load_prompts, resolve_model
 from reward import Scorer, method_for, summarize
-from rollout import (Sampling, all_sum, build_engine, init_distributed, must_sleep, one_sentence, parse_args, print0, rejection_rules, request_seeds,
-                     rollout_correction, score, validate)
+from rollout import (Sampling, all_sum, build_engine, init_distributed, memory_for, must_sleep, one_sentence, parse_args, print0, rejection_rules,
+                     request_seeds, rollout_correction, score, stop_signals, validate)
 
 
 @dataclass
@@ -137,6 +138,7 @@ class Args:
     val_n: int = 1                                       # responses a validation prompt; pass@k for n > 1
     val_temperature: float = 0.0                         # 0: greedy
     save_freq: int = 10                                  # checkpoint every so many steps and at the end; 0: never
+    max_skipped_steps: int = 5                           # stop after so many steps in a row with an update that had to be skipped; 0: never
     max_ckpt_to_keep: int = 0                            # older checkpoints are deleted; 0: keep all
     resume_mode: str = "auto"                            # auto: newest whole checkpoint of the run; disable; or a path
     project_name: str = "nanoverl"                       # folder of runs, and wandb's project
@@ -607,6 +609,7 @@ def setup(args):
     return rank, world, device, path, config, tokenizer, train, val, scorer, run_dir, resume_from
 
 
+@record  # torchrun ends with the traceback of the rank that failed first
 def main():
     args = parse_args(Args)
     with one_sentence():
@@ -628,7 +631,8 @@ def main():
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, betas=(0.9, 0.999), fused=device.type == "cuda" and not args.offload_policy)
     saved = {"actor": (model, optimizer)} | ({"ref": (ref, None)} if ref is not None and args.ref_ema_steps else {})
-    state = load_checkpoint(resume_from, saved) if resume_from else {"step": 0}
+    with one_sentence():
+        state = load_checkpoint(resume_from, saved) if resume_from else {"step": 0}
     start_step, position = state["step"], state.get("position", state["step"])  # steps made, batches of the data order drawn
     kl_coef = state.get("kl_coef", args.kl_coef) if args.kl_ctrl == "adaptive" else args.kl_coef
     steps_per_epoch = len(train) // args.train_batch_size
@@ -677,6 +681,7 @@ def main():
     corrects = args.rollout_is != "none" or args.rollout_rs != "none"
     # With one update a batch, old log-probs are those of the update's own forward, unless something before it needs them.
     one_forward = args.train_batch_size == args.ppo_mini_batch_size and args.ppo_epochs == 1 and not (args.use_kl_in_reward or corrects or args.loss.endswith("_cov"))
+    stop_signal, stopping, unsaved, skipped_steps = stop_signals(), 0, None, state.get("skipped_steps", 0)
     for step in tqdm(range(start_step + 1, total_steps + 1), initial=start_step, total=total_steps, desc="steps", disable=rank != 0, file=sys.stderr):
         timing, started, lr = defaultdict(float), time.perf_counter(), learning_rate(args, step, total_steps)
 
@@ -696,6 +701,8 @@ def main():
             with timer(timing, "reward"):
                 greedy_scores = score(scorer, tokenizer, greedy, prompts)[1]
         engine.sleep()
+        if args.sleep == "always" and device.type == "cuda":
+            metrics["perf/memory_asleep_gb"] = np.subtract(*torch.cuda.mem_get_info()[::-1]) / 2**30
 
         # 2. Rewards, one a response. One that could not be had is NaN: that response is left out of everything.
         lengths = torch.tensor([len(s.response_ids) for s in samples])                                          # (N,)
@@ -751,26 +758,30 @@ def main():
                     now = batch_logprobs(model, samples, offsets, args, device, mini) if updates else old_logp
                     luck = np.concatenate([np.random.default_rng([seed, step]).random(length) for seed, length in zip(seeds, lengths.tolist())])  # on any rank the same
                     tokens["chosen"] = covariant_tokens(args, now, old_logp, advantages, here, torch.from_numpy(luck)).to(device)
-                sums = defaultdict(float)
-                for micro in micro_batches(samples, mini, args.max_tokens_per_micro_batch):
-                    chosen = micro or [start]  # a rank with nothing left runs along, at weight zero
-                    inputs, labels = pack([samples[i] for i in chosen], device)
-                    flat = flat_rows(offsets, chosen).to(device)
-                    weight = loss_weight[flat] * bool(micro)                                                    # (R,)
-                    logp, entropy = model.token_logprobs(inputs, labels, args.temperature, args.entropy_coeff != 0)
-                    if one_forward and micro:
-                        old_logp[flat] = logp.detach()
-                    token_loss, shares = policy_loss(args, logp, **{k: v[flat] for k, v in tokens.items()})
-                    terms = {"pg_loss": token_loss, "entropy": entropy}
-                    token_loss = token_loss - args.entropy_coeff * entropy
-                    if args.use_kl_loss:
-                        terms["kl_loss"] = kl_penalty(logp, ref_logp[flat], args.kl_loss_type)
-                        token_loss = token_loss + args.kl_loss_coef * terms["kl_loss"]
-                    loss = torch.where(weight > 0, token_loss * weight, 0.0).sum()
-                    (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
-                    for values, per_token in ((terms, weight), (shares, 1 / num_tokens)):  # terms of the loss as they enter it, all else as a mean over tokens
-                        for key, value in values.items():
-                            sums[key] += torch.where(weight > 0, value.detach() * per_token, 0.0).sum()
+                sums = None
+                while sums is None:
+                    with memory_for(model, args):
+                        losses = defaultdict(float)
+                        for micro in micro_batches(samples, mini, args.max_tokens_per_micro_batch):
+                            chosen = micro or [start]  # a rank with nothing left runs along, at weight zero
+                            inputs, labels = pack([samples[i] for i in chosen], device)
+                            flat = flat_rows(offsets, chosen).to(device)
+                            weight = loss_weight[flat] * bool(micro)                                                    # (R,)
+                            logp, entropy = model.token_logprobs(inputs, labels, args.temperature, args.entropy_coeff != 0)
+                            if one_forward and micro:
+                                old_logp[flat] = logp.detach()
+                            token_loss, shares = policy_loss(args, logp, **{k: v[flat] for k, v in tokens.items()})
+                            terms = {"pg_loss": token_loss, "entropy": entropy}
+                            token_loss = token_loss - args.entropy_coeff * entropy
+                            if args.use_kl_loss:
+                                terms["kl_loss"] = kl_penalty(logp, ref_logp[flat], args.kl_loss_type)
+                                token_loss = token_loss + args.kl_loss_coef * terms["kl_loss"]
+                            loss = torch.where(weight > 0, token_loss * weight, 0.0).sum()
+                            (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
+                            for values, per_token in ((terms, weight), (shares, 1 / num_tokens)):  # terms of the loss as they enter it, all else as a mean over tokens
+                                for key, value in values.items():
+                                    losses[key] += torch.where(weight > 0, value.detach() * per_token, 0.0).sum()
+                        sums = losses
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
                 if torch.isfinite(grad_norm):
@@ -794,10 +805,12 @@ def main():
         if args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps):
             with timer(timing, "testing"):
                 metrics |= validate(engine, scorer, tokenizer, val, args, rank, world)
-        if args.save_freq > 0 and (step % args.save_freq == 0 or step == total_steps):
+        stopping, skipped_steps = stop_signal(), skipped_steps + 1 if skipped else 0
+        if args.save_freq > 0 and (step % args.save_freq == 0 or step == total_steps or stopping):
             with timer(timing, "save_checkpoint"):
                 move(model, optimizer, args, device)
-                save_checkpoint(run_dir, step, saved, {"step": step, "epoch": metrics["training/epoch"], "position": position, "kl_coef": kl_coef}, tokenizer, args.max_ckpt_to_keep)
+                progress = {"step": step, "epoch": metrics["training/epoch"], "position": position, "kl_coef": kl_coef, "skipped_steps": skipped_steps}
+                unsaved = try_save(run_dir, step, saved, progress, tokenizer, args.max_ckpt_to_keep)
                 move(model, optimizer, args, "cpu")
         timing["timing/step"] = time.perf_counter() - started
 
@@ -825,11 +838,20 @@ def main():
                 {"prompt": tokenizer.decode(samples[i].prompt_ids), "response": texts[i], "ground_truth": train[rows[i]]["ground_truth"], "score": scores[i].score,
                  "advantage": row_advantages[i].item(), "finish_reason": samples[i].finish_reason, "response_ids": samples[i].response_ids}
                 for i in range(min(args.dump_rollouts, len(samples)))])
+        if skipped_steps >= args.max_skipped_steps > 0:
+            dump_rollouts(run_dir, f"{step}_rank_{rank}_skipped", [
+                {"prompt_ids": s.prompt_ids, "response": t, "response_ids": s.response_ids, "reward": r, "advantages": advantages[i:j].tolist(), "old_logp": old_logp[i:j].tolist()}
+                for s, t, r, i, j in zip(samples, texts, rewards.tolist(), offsets, offsets[1:])])
+            unsaved = f"{skipped_steps} steps in a row had an update that was skipped; the last batch is in {run_dir / 'rollouts'}/step_{step}_rank_*_skipped.jsonl"
+        if stopping or skipped_steps >= args.max_skipped_steps > 0:
+            break
 
     scorer.close()
     engine.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if stopping or unsaved:
+        sys.exit(f"grpo.py: {unsaved}" if unsaved else 128 + stopping)
 
 
 if __name__ == "__main__":

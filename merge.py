@@ -137,6 +137,16 @@ def save_checkpoint(run_dir, step, models, state, tokenizer, max_to_keep=None):
 # Find
 
 
+def try_save(run_dir, step, *arguments):
+    """save_checkpoint for a run that goes on when the disk is full, as the next save may find room -> None, or what went wrong."""
+    try:
+        return save_checkpoint(run_dir, step, *arguments)
+    except OSError as error:
+        if dist.get_rank() == 0:
+            print(f"warning: step {step} is not saved: {error}", file=sys.stderr)
+        return f"step {step} is not saved: {error}"
+
+
 def list_checkpoints(run_dir):
     """[(step, path)] of all global_step_N, oldest first; path is .old_global_step_N where a save was killed between two renames."""
     found = {}

@@ -44,10 +44,10 @@ from tqdm import tqdm
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           GenerationConfig)
 
-from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, perf_metrics, save_checkpoint, stats, timer
+from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, perf_metrics, stats, timer, try_save
 from prepare_data import batch_rows, load_prompts, resolve_model
 from reward import Scorer, method_for, summarize
-from rollout import (Sample, Sampling, all_sum, build_engine, init_distributed, must_sleep, one_sentence, parse_args, print0, request_seeds, score,
+from rollout import (Sample, Sampling, all_sum, build_engine, init_distributed, memory_for, must_sleep, one_sentence, parse_args, print0, request_seeds, score,
                      stop_signals, validate)
 
 
@@ -603,18 +603,10 @@ def optimize(model, optimizer, lr, epochs, token_losses, batch, args, device):
         tokens, rows = all_sum(int(lengths.sum()), int((lengths > 0).sum()))
         weights = torch.zeros(len(samples))
         weights[mini] = loss_weights(lengths, args.loss_agg_mode, tokens, rows, args.max_response_length) * (lengths > 0)
-        while True:
-            try:
+        sums = None
+        while sums is None:
+            with memory_for(model, args):
                 sums = accumulate(mini, weights, tokens)
-                break
-            except torch.OutOfMemoryError:  # on several ranks the others wait in a collective: there it ends the run
-                if world > 1 or args.max_tokens_per_micro_batch < 512 or not hasattr(model, "reset_iter_state"):
-                    raise
-                args.max_tokens_per_micro_batch //= 2
-            optimizer.zero_grad(set_to_none=True)
-            model.reset_iter_state()
-            torch.cuda.empty_cache()
-            print0(f"warning: out of GPU memory in an update; going on with --max_tokens_per_micro_batch {args.max_tokens_per_micro_batch}")
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         if tokens and torch.isfinite(grad_norm):
@@ -861,12 +853,7 @@ def main():
         if args.save_freq > 0 and (step % args.save_freq == 0 or step == total_steps or stopping):
             with timer(timing, "save_checkpoint"):
                 move(trained.values(), args, device)
-                try:
-                    save_checkpoint(run_dir, step, saved, state | {"epoch": metrics["training/epoch"]}, tokenizer, args.max_ckpt_to_keep)
-                    unsaved = None
-                except OSError as error:  # the run goes on: the next save may find room
-                    unsaved = f"step {step} is not saved: {error}"
-                    print0(f"warning: {unsaved}")
+                unsaved = try_save(run_dir, step, saved, state | {"epoch": metrics["training/epoch"]}, tokenizer, args.max_ckpt_to_keep)
                 move(trained.values(), args, "cpu")
         timing["timing/step"] = time.perf_counter() - started
 

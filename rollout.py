@@ -145,6 +145,23 @@ def stop_signals():
     return received
 
 
+@contextlib.contextmanager
+def memory_for(model, args):
+    """Out of GPU memory while gradients are accumulated inside: they are dropped and --max_tokens_per_micro_batch is halved; the caller
+    tries again. On several ranks the others wait in a collective by then: there it ends the run."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if dist.get_world_size() > 1 or args.max_tokens_per_micro_batch < 512 or not hasattr(model, "reset_iter_state"):  # torch 2.13
+            raise
+        args.max_tokens_per_micro_batch //= 2
+        print0(f"warning: out of GPU memory in an update; going on with --max_tokens_per_micro_batch {args.max_tokens_per_micro_batch}")
+        model.zero_grad()  # of the whole parameters of layers that were at work
+        model.reset_iter_state()
+        model.zero_grad()  # of the shards
+        torch.cuda.empty_cache()
+
+
 def all_sum(*values):
     """Sums of numbers over all ranks, as floats."""
     total = torch.tensor(values, dtype=torch.float64)
