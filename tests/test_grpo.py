@@ -609,10 +609,12 @@ def test_validation_by_hand(process_group):
     """Two prompts of one source, four answers each, one and three right: acc 1/2. pass@2: 1 - C(3,2)/C(4,2) = 1/2, and 1 - C(1,2)/C(4,2) = 1."""
     right = iter([1, 0, 0, 0, 1, 1, 0, 1])
     engine = SimpleNamespace(generate=lambda prompts, sampling, seeds: [Sample(p, [next(right)], "stop", None) for p in prompts])
-    scorer = SimpleNamespace(score=lambda items: [SimpleNamespace(score=float(item["solution_str"])) for item in items])
-    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [str(i[0]) for i in ids])
+    scorer = SimpleNamespace(score=lambda items: [SimpleNamespace(score=float(item["solution_str"]), error=None) for item in items])
+    class Tokenizer:
+        __len__ = lambda self: 2
+        batch_decode = lambda self, ids, **_: [str(i[0]) for i in ids]
     prompts = [{"prompt_ids": [1], "data_source": "sums", "ground_truth": "", "extra_info": {}}] * 2
-    found = grpo.validate(engine, scorer, tokenizer, prompts, grpo.Args(val_n=4, val_temperature=1.0), 0, 1)
+    found = grpo.validate(engine, scorer, Tokenizer(), prompts, grpo.Args(val_n=4, val_temperature=1.0), 0, 1)
     assert found == {"val/sums/acc": 0.5, "val/sums/pass@2": 0.75, "val/sums/pass@4": 1.0}
 
 
