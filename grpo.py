@@ -778,19 +778,21 @@ def main():
                                 token_loss = token_loss + args.kl_loss_coef * terms["kl_loss"]
                             loss = torch.where(weight > 0, token_loss * weight, 0.0).sum()
                             (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
+                            losses["loss"] += loss.detach()
                             for values, per_token in ((terms, weight), (shares, 1 / num_tokens)):  # terms of the loss as they enter it, all else as a mean over tokens
                                 for key, value in values.items():
                                     losses[key] += torch.where(weight > 0, value.detach() * per_token, 0.0).sum()
                         sums = losses
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-                if torch.isfinite(grad_norm):
+                loss, = all_sum(float(sums.pop("loss")))
+                if math.isfinite(loss) and torch.isfinite(grad_norm):
                     optimizer.step()
                     updates += 1
                     for key, value in (sums | {"grad_norm": grad_norm / world}).items():  # the same on every rank; summed over ranks below
                         totals[key] += value
                 else:
-                    print0(f"warning: step {step}: gradient norm {grad_norm.item()}; update skipped")
+                    print0(f"warning: step {step}: loss {loss}, gradient norm {grad_norm.item()}; update skipped")
                     skipped += 1
                 optimizer.zero_grad(set_to_none=True)
             if "ref" in saved and step % args.ref_ema_steps == 0:

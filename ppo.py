@@ -574,7 +574,7 @@ def optimize(model, optimizer, lr, epochs, token_losses, batch, args, device):
     token_losses(inputs, labels, flat) -> losses (R,) and metrics {name: (R,)} of a micro-batch; flat: its places in the batch's
     flat tensors. batch: samples, offsets (N + 1,), trained (N,) tokens with a loss. The loss is a plain sum of token losses times
     weights that count the whole mini-batch on all ranks, so that neither micro-batches nor the number of ranks change the gradient.
-    An update whose gradient isn't finite is skipped. Returns metrics, means over the updates made.
+    An update whose loss or gradient isn't finite is skipped. Returns metrics, means over the updates made.
     """
     samples, offsets, trained = batch
     world, totals, updates, skipped = dist.get_world_size(), defaultdict(float), 0, 0
@@ -591,6 +591,7 @@ def optimize(model, optimizer, lr, epochs, token_losses, batch, args, device):
             losses, metrics = token_losses(inputs, labels, flat)
             loss = torch.where(weight > 0, losses * weight, 0.0).sum()
             (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
+            sums["loss"] += loss.detach()
             for key, value in metrics.items():  # terms of the loss as they enter it, all else as a mean over tokens
                 per_token = weight if key in ("pg_loss", "vf_loss", "kl_loss") else 1 / max(tokens, 1)
                 sums[key] += torch.where(weight > 0, value.detach() * per_token, 0.0).sum()
@@ -609,13 +610,14 @@ def optimize(model, optimizer, lr, epochs, token_losses, batch, args, device):
                 sums = accumulate(mini, weights, tokens)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        if tokens and torch.isfinite(grad_norm):
+        loss, = all_sum(float(sums.pop("loss")))
+        if tokens and math.isfinite(loss) and torch.isfinite(grad_norm):
             optimizer.step()
             updates += 1
             for key, value in (sums | {"grad_norm": grad_norm / world}).items():
                 totals[key] += value
         else:
-            print0(f"warning: an update of {tokens:.0f} tokens with gradient norm {grad_norm.item()} was skipped")
+            print0(f"warning: an update of {tokens:.0f} tokens with loss {loss} and gradient norm {grad_norm.item()} was skipped")
             skipped += 1
         optimizer.zero_grad(set_to_none=True)
     summed = all_sum(*map(float, totals.values()))
