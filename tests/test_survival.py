@@ -104,6 +104,22 @@ def test_a_dead_rank_ends_the_job_with_its_traceback(demo, tmp_path):
     assert code != 0 and "rank one broke here" in "\n".join(output.splitlines()[-40:])
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_resume_on_another_number_of_ranks(process_group, demo, tmp_path, script):  # fault 60
+    """Four steps on one rank; two on two ranks and two on one; two on one and two on two: the same prompts and losses."""
+    losses = ["actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"] + ["critic/vf_loss", "critic/grad_norm"] * (script == "ppo.py")
+    found = {}
+    for first, then in ((1, 1), (2, 1), (1, 2)):
+        folder = tmp_path / f"{first}{then}"
+        folder.mkdir()
+        for ranks, steps in ((first, 2), (then, 4)):
+            code, output = finish(script, demo, folder, ranks=ranks, total_training_steps=steps, save_freq=2, use_kl_in_reward="true", kl_ctrl="adaptive", kl_coef=0.05)
+            assert code == 0, output[-3000:]
+        found[first, then] = [[r[key] for key in losses] for r in rows(folder)]
+    for case in ((2, 1), (1, 2)):
+        torch.testing.assert_close(torch.tensor(found[case]), torch.tensor(found[1, 1]), rtol=1e-5, atol=1e-5)
+
+
 # ---- signals
 
 @pytest.mark.parametrize("script", SCRIPTS)
