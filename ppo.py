@@ -45,7 +45,7 @@ from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelF
                           GenerationConfig)
 
 from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, perf_metrics, stats, timer, try_save
-from prepare_data import batch_rows, load_prompts, resolve_model
+from prepare_data import batch_rows, load_prompts, resolve_model, tokenize
 from reward import Scorer, method_for, summarize
 from rollout import (Sample, Sampling, all_sum, build_engine, init_distributed, memory_for, must_sleep, one_sentence, parse_args, print0, request_seeds, score,
                      stop_signals, validate)
@@ -220,7 +220,8 @@ AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)
 
 def head_logprobs(hidden, weight, bias, labels, temperature, entropy_grad):
     """hidden (R, H), weight (V, H), labels (R,) -> log-probs (R,) and entropies (R,), fp32."""
-    logits = F.linear(hidden, weight, bias).float() / temperature
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logp = logits.gather(-1, labels[:, None])[:, 0] - logits.logsumexp(-1)
     z = logits if entropy_grad else logits.detach()
     p = z.softmax(-1)
@@ -264,7 +265,10 @@ def load_model(path, args, device, head="lm", train=True, fp32=True):
         model.token_logprobs = types.MethodType(token_logprobs, model)
         model.head_logprobs = head_logprobs
     else:
-        model, found = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, output_loading_info=True, **options)
+        try:
+            model, found = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, output_loading_info=True, **options)
+        except RuntimeError as error:
+            raise ValueError(f"{path} doesn't fit a model with one label; give a language model or a sequence classification model with one label") from error
         if not isinstance(getattr(model, "score", None), torch.nn.Linear) or model.score.bias is not None:
             raise ValueError(f"{type(model).__name__} has no plain linear head named score: critics and reward models of this architecture are not supported")
         if "score.weight" in found["missing_keys"]:
@@ -414,8 +418,8 @@ def retemplate(samples, prompts, tokenizer, model_tokenizer, longest):
     if model_tokenizer.chat_template == tokenizer.chat_template and model_tokenizer.get_vocab() == tokenizer.get_vocab():
         return samples
     texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
-    conversations = [[*p["prompt"], {"role": "assistant", "content": t}] for p, t in zip(prompts, texts)]
-    ids = model_tokenizer.apply_chat_template(conversations, return_dict=True)["input_ids"]
+    conversations = [[*map(dict, p["prompt"]), {"role": "assistant", "content": t}] for p, t in zip(prompts, texts)]
+    ids = tokenize(conversations, model_tokenizer, add_generation_prompt=False)
     return [Sample(row[-longest:], [], s.finish_reason, None) for row, s in zip(ids, samples)]
 
 
@@ -561,6 +565,8 @@ def kl_penalty(logp, ref_logp, kind):
         return d.abs()
     if kind in ("k2", "mse"):
         return 0.5 * d.square()
+    if kind not in ("k3", "low_var_kl"):
+        raise NotImplementedError(f"no estimator {kind}")
     d = d.clamp(-20, 20)
     return ((-d).exp() - 1 + d).clamp(-10, 10)
 
@@ -644,10 +650,6 @@ def setup(args):
     if critic_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"--critic_path {args.critic_path} has another tokenizer than --model_path {args.model_path}: a critic reads the actor's token "
                          "ids; take one of the same family")
-    for option, c in (("model_path", config), ("critic_path", critic_config)):
-        if (longest := getattr(c, "max_position_embeddings", None)) and args.max_prompt_length + args.max_response_length > longest:
-            raise ValueError(f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} is beyond the {longest} "
-                             f"positions of --{option} {getattr(args, option)}; lower one of them")
     judges = {}  # name -> (path, config, tokenizer) of reward and cost model
     for option in ("reward_model", "cost_model"):
         if getattr(args, option):
@@ -657,6 +659,10 @@ def setup(args):
             if not judges[option][2].chat_template and judges[option][2].get_vocab() != tokenizer.get_vocab():
                 raise ValueError(f"--{option} {getattr(args, option)} has another tokenizer than the actor and no chat template to write conversations "
                                  "with; add a chat_template.jinja to its directory")
+    for option, c in (("model_path", config), ("critic_path", critic_config), *((option, judge[1]) for option, judge in judges.items())):
+        if (longest := getattr(c, "max_position_embeddings", None)) and args.max_prompt_length + args.max_response_length > longest:
+            raise ValueError(f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} is beyond the {longest} "
+                             f"positions of --{option} {getattr(args, option)}; lower one of them")
     read = lambda files, rows: load_prompts(files.split(","), tokenizer, args.max_prompt_length, prompt_key=args.prompt_key,
                                             truncation=args.truncation, min_rows=rows, need_truth=args.reward_fn != "none") if files else []
     train, val = read(args.train_files, args.train_batch_size), read(args.val_files, 1)
@@ -668,7 +674,10 @@ def setup(args):
     cores = (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])
     workers = args.reward_workers or max(1, min(8, cores - 1))
     scorer = Scorer(args.reward_fn, workers=workers, timeout=args.reward_timeout) if args.reward_fn != "none" else None
-    cost_scorer = Scorer(args.cost_fn, workers=workers, timeout=args.reward_timeout) if args.cost_fn else None
+    try:
+        cost_scorer = Scorer(args.cost_fn, workers=workers, timeout=args.reward_timeout) if args.cost_fn else None
+    except ValueError as error:
+        raise ValueError(str(error).replace("--reward_fn", "--cost_fn")) from None
     run_dir = Path(args.default_local_dir) / args.project_name / args.experiment_name
     resume_from = find_checkpoint(run_dir, args.resume_mode)
     return rank, world, device, config, tokenizer, judges, train, val, scorer, cost_scorer, run_dir, resume_from
@@ -697,7 +706,7 @@ def main():
         critic = load_model(args.critic_path, args, device, head="value")
         cost_critic = load_model(args.critic_path, args, device, head="value") if safe else None
         ref = load_model(args.model_path, args, device, train=False, fp32=args.ref_ema_steps > 0) if needs_ref else None
-        judges = {name: (load_model(path, args, device, head="value", train=False, fp32=False).to("cpu"), judge_tokenizer, judge_config.max_position_embeddings)
+        judges = {name: (load_model(path, args, device, head="value", train=False, fp32=False).to("cpu"), judge_tokenizer, getattr(judge_config, 'max_position_embeddings', 2**31))
                   for name, (path, judge_config, judge_tokenizer) in judges.items()}
     trained = {"actor": (actor, adamw(actor)), "critic": (critic, adamw(critic))} | ({"cost_critic": (cost_critic, adamw(cost_critic))} if safe else {})
     saved = trained | ({"ref": (ref, None)} if args.ref_ema_steps else {})
@@ -799,8 +808,9 @@ def main():
                 state["kl_coef"] = next_kl_coef(beta, current_kl, args.train_batch_size * args.n, args.kl_target, args.kl_horizon)
             if safe:  # the multiplier moves first, by the costs of the last responses; KL raises costs as it lowers rewards
                 everyone = [None] * world
-                dist.all_gather_object(everyone, costs[~costs.isnan()].tolist())
-                state["costs"] = [*state["costs"], *itertools.chain(*everyone)][-args.episode_cost_window_size:]
+                dist.all_gather_object(everyone, list(zip(np.repeat(places, args.n).tolist(), costs.tolist())))
+                new = [c for _, c in sorted(itertools.chain(*everyone), key=lambda x: x[0]) if not math.isnan(c)]  # in the order of the batch on any number of ranks
+                state["costs"] = [*state["costs"], *new][-args.episode_cost_window_size:]
                 mean_cost = float(np.mean(state["costs"] or [args.cost_threshold]))
                 if step > args.lambda_update_delay_steps:
                     state["log_lambda"] = next_log_lambda(state["log_lambda"], mean_cost, args)

@@ -268,13 +268,13 @@ def read_checked(path, prompt_key, need_truth=True):
     return rows
 
 
-def tokenize(conversations, tokenizer):
+def tokenize(conversations, tokenizer, add_generation_prompt=True):
     """Token ids of each conversation up to the assistant's turn; a system text that the template refuses moves to the user's.
 
     The template itself writes BOS: rendering it to text and encoding that with special tokens would double it.
     """
     try:
-        return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return tokenizer.apply_chat_template(conversations, add_generation_prompt=add_generation_prompt, return_dict=True)["input_ids"]
     except TemplateError:
         with_system = [messages for messages in conversations if messages[0]["role"] == "system" and len(messages) > 1]
         if not with_system:
@@ -283,7 +283,7 @@ def tokenize(conversations, tokenizer):
     for messages in with_system:
         system = messages.pop(0)
         messages[0]["content"] = f"{system['content']}\n\n{messages[0]['content']}"
-    return tokenize(conversations, tokenizer)
+    return tokenize(conversations, tokenizer, add_generation_prompt)
 
 
 def epoch_order(num_rows, seed, epoch):

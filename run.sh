@@ -43,7 +43,7 @@ case "$ALGO" in  # what each paper sets; README.md has the table
   grpo) ;;
   ppo) script=ppo.py
     if [ "$GPU" = 1 ]; then options+=(--n 1 --max_response_length 256 --critic_lr 1e-5 --total_epochs 15 --save_freq 10)
-    else options+=(--critic_lr 1e-4); fi;;
+    else options+=(--critic_lr 1e-4 --critic_ppo_epochs 4 --total_training_steps 240); fi;;  # a critic that keeps up with so fast an actor
   dr_grpo) options+=(--norm_adv_by_std_in_grpo false --loss_agg_mode seq-mean-token-sum-norm);;
   dapo) options+=(--clip_ratio_low 0.2 --clip_ratio_high 0.28 --loss_agg_mode token-mean --filter_groups true --overlong_buffer_len $((LENGTH / 5)));;
   gspo) options+=(--loss gspo --loss_agg_mode seq-mean-token-mean --clip_ratio_low 3e-4 --clip_ratio_high 4e-4);;
