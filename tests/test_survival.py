@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from test_grpo import stored, without_clock
+from test_grpo import fork, stored, without_clock
 from test_rollout import process_group  # noqa: F401, F811
 
 HERE = Path(__file__).resolve().parent.parent
@@ -24,28 +25,42 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_R
 SCRIPTS = ["grpo.py", "ppo.py"]
 
 
-def command(script, demo, folder, ranks=1, patch=None, **changed):
-    """A short run on the demo. patch: Python that runs first, in the script's process."""
+def options(demo, folder, **changed):
+    """The command line of a short run on the demo."""
     given = dict(train_files=demo / "train.parquet", val_files="", model_path=demo / "model", engine="hf", rollout_n=4, train_batch_size=4, max_prompt_length=32,
                  max_response_length=10, max_tokens_per_micro_batch=4096, lr=1e-3, val_before_train="false", test_freq=0, save_freq=0, logger="jsonl", reward_workers=1,
                  default_local_dir=folder, project_name="runs", experiment_name="run") | changed
+    return [str(x) for key, value in given.items() for x in (f"--{key}", value)]
+
+
+def start(script, demo, folder, ranks=1, patch="", **changed):
+    """The script as a user starts it. patch: Python that runs first, in the script's process."""
     path = HERE / script
     if patch:
         path = folder / f"patched_{script}"
         path.write_text(f"import runpy, sys\n{patch}\nsys.argv[0] = '{HERE / script}'\nrunpy.run_path(sys.argv[0], run_name='__main__')\n")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--"] if ranks > 1 else []
-    return [sys.executable, *launch, str(path), *(str(x) for key, value in given.items() for x in (f"--{key}", value))]
-
-
-def start(*arguments, **changed):
-    return subprocess.Popen(command(*arguments, **changed), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen([sys.executable, *launch, str(path), *options(demo, folder, **changed)], env=ENVIRONMENT, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
 def finish(*arguments, **changed):
-    """Run to the end -> exit code, output."""
+    """Such a run to its end -> exit code, output."""
     process = start(*arguments, **changed)
     output, _ = process.communicate(timeout=300)
     return process.returncode, output
+
+
+def become(script, patch, argv):
+    exec(patch, {})
+    sys.argv = [str(HERE / script), *argv]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def forked(script, demo, folder, ranks=1, patch="", **changed):
+    """The same in processes forked from one that has imported torch, which is quicker -> exit code, what the first rank said."""
+    done = fork(become, folder, script, patch, options(demo, folder, **changed), ranks=ranks)
+    return max(done.codes, key=abs), done.out[0] + done.err[0]
 
 
 def rows(folder):
@@ -110,7 +125,7 @@ def test_resume_on_another_number_of_ranks(process_group, demo, tmp_path, script
         folder = tmp_path / f"{first}{then}"
         folder.mkdir()
         for ranks, steps in ((first, 2), (then, 4)):
-            code, output = finish(script, demo, folder, ranks=ranks, total_training_steps=steps, save_freq=2, use_kl_in_reward="true", kl_ctrl="adaptive", kl_coef=0.05)
+            code, output = forked(script, demo, folder, ranks=ranks, total_training_steps=steps, save_freq=2, use_kl_in_reward="true", kl_ctrl="adaptive", kl_coef=0.05)
             assert code == 0, output[-3000:]
         found[first, then] = [[r[key] for key in losses] for r in rows(folder)]
     for case in ((2, 1), (1, 2)):
@@ -161,7 +176,7 @@ def test_out_of_memory_halves_the_budget(demo, tmp_path, script):
     found = {}
     for where in ("", "forward", "backward"):
         (tmp_path / (where or "none")).mkdir()
-        code, output = finish(script, demo, tmp_path / (where or "none"), patch=f"WHERE = '{where}'\n{OUT_OF_MEMORY}", total_training_steps=2, max_tokens_per_micro_batch=1024)
+        code, output = forked(script, demo, tmp_path / (where or "none"), patch=f"WHERE = '{where}'\n{OUT_OF_MEMORY}", total_training_steps=2, max_tokens_per_micro_batch=1024)
         assert code == 0 and ("going on with --max_tokens_per_micro_batch 512" in output) == bool(where), output[-3000:]
         found[where] = [without_clock(r) for r in rows(tmp_path / (where or "none"))]
     assert found[""] == found["forward"] == found["backward"]
@@ -186,7 +201,7 @@ gather = torch.Tensor.gather
 def poisoned(self, *arguments): return once(gather(self, *arguments))
 torch.Tensor.gather = poisoned
 """
-    code, output = finish(script, demo, tmp_path, patch=f"WHAT = {what!r}\n{patch}", total_training_steps=2, save_freq=2)
+    code, output = forked(script, demo, tmp_path, patch=f"WHAT = {what!r}\n{patch}", total_training_steps=2, save_freq=2)
     assert code == 0 and "skipped" in output, output[-3000:]
     first, second = rows(tmp_path)
     assert first["actor/skipped_updates"] == 1 and second["actor/skipped_updates"] == 0 and second["actor/grad_norm"] > 0
@@ -200,7 +215,7 @@ def test_a_nan_reward_is_a_missing_one(demo, tmp_path, script):  # fault 14 in t
     """One response of the batch without a reward: it is left out, the rest is trained on."""
     (tmp_path / "reward.py").write_text("def reward(data_source, solution_str, ground_truth, extra_info=None, seen=[]):\n    seen.append(1)\n"
                                         "    return float('nan') if len(seen) == 2 else float(len(seen) % 3)\n")
-    code, output = finish(script, demo, tmp_path, reward_fn=f"{tmp_path / 'reward.py'}:reward", total_training_steps=1)
+    code, output = forked(script, demo, tmp_path, reward_fn=f"{tmp_path / 'reward.py'}:reward", total_training_steps=1)
     row, = rows(tmp_path)
     assert code == 0 and row["reward/error_frac"] == 1 / 16 and row["actor/grad_norm"] > 0, output[-3000:]
     assert not any(isinstance(v, float) and v != v for v in row.values())
@@ -209,7 +224,7 @@ def test_a_nan_reward_is_a_missing_one(demo, tmp_path, script):  # fault 14 in t
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_too_many_skipped_steps_end_the_run(demo, tmp_path, script):
     (tmp_path / "reward.py").write_text("def reward(data_source, solution_str, ground_truth, extra_info=None):\n    raise ValueError('broken')\n")
-    code, output = finish(script, demo, tmp_path, reward_fn=f"{tmp_path / 'reward.py'}:reward", total_training_steps=9, max_skipped_steps=2)
+    code, output = forked(script, demo, tmp_path, reward_fn=f"{tmp_path / 'reward.py'}:reward", total_training_steps=9, max_skipped_steps=2)
     assert code == 1 and "2 steps in a row" in output.splitlines()[-1] and len(rows(tmp_path)) == 2, output[-3000:]
     dumped = [json.loads(line) for line in (tmp_path / "runs/run/rollouts/step_2_rank_0_skipped.jsonl").read_text().splitlines()]
     assert len(dumped) == 16 and all(len(d["advantages"]) == len(d["response_ids"]) for d in dumped)
@@ -221,10 +236,10 @@ def test_too_many_skipped_steps_end_the_run(demo, tmp_path, script):
 def test_a_failed_save_does_not_end_the_run(demo, tmp_path, script):
     """The save of step 2 finds no room: a warning; step 3 is saved and the run ends well. If the last one fails the exit code says so."""
     patch = "import merge\nwrite = merge.save_checkpoint\ndef save(run_dir, step, *rest):\n    if step in FAIL: raise OSError('no room')\n    return write(run_dir, step, *rest)\nmerge.save_checkpoint = save"
-    code, output = finish(script, demo, tmp_path, patch=f"FAIL = [2]\n{patch}", total_training_steps=3, save_freq=1)
+    code, output = forked(script, demo, tmp_path, patch=f"FAIL = [2]\n{patch}", total_training_steps=3, save_freq=1)
     assert code == 0 and "step 2 is not saved: no room" in output, output[-3000:]
     assert sorted(p.name for p in (tmp_path / "runs/run").glob("global_step_*")) == ["global_step_1", "global_step_3"]
-    code, output = finish(script, demo, tmp_path, patch=f"FAIL = [4]\n{patch}", total_training_steps=4, save_freq=1)
+    code, output = forked(script, demo, tmp_path, patch=f"FAIL = [4]\n{patch}", total_training_steps=4, save_freq=1)
     assert code == 1 and output.splitlines()[-1].endswith("step 4 is not saved: no room")
 
 
