@@ -355,7 +355,7 @@ def test_loss_weights_by_hand(mode, expected):
     close(grpo.loss_weights(torch.tensor([4, 0, 2]), mode, 6, 2, 10), expected, atol=1e-7)
 
 
-def test_masked_response_is_no_part_of_the_mean():
+def test_masked_response_is_no_part_of_the_mean():  # fault 30
     """A: 4 tokens of loss 1, masked out. B: 2 tokens of loss 3. The token mean is 6 / 2, not 6 / 6."""
     weight = grpo.loss_weights(torch.tensor([0, 2]), "token-mean", 2, 1, 4)
     assert (weight[1] * torch.tensor([3.0, 3.0])).sum() == 3
@@ -450,7 +450,7 @@ def test_two_ranks_validate_like_one(one_rank, two_ranks):
     assert set(one) >= {"val/demo/arithmetic/acc", "val/demo/arithmetic/pass@2"}
 
 
-def test_resumed_run_equals_the_uninterrupted_one(process_group, demo, uneven, one_rank, tmp_path):
+def test_resumed_run_equals_the_uninterrupted_one(process_group, demo, uneven, one_rank, tmp_path):  # fault 54, 56
     """Stopped after step 4, the end of the second epoch, and killed in step 6 of a first attempt to go on, which left one row and a half."""
     run(demo, tmp_path, **uneven, total_training_steps=4)
     with (tmp_path / "runs/run/metrics.jsonl").open("a") as f:
@@ -558,7 +558,7 @@ def micro_batch_worker(folder):
     (folder / f"rank_{rank}.json").write_text(json.dumps(found))
 
 
-def test_micro_batches_are_equally_many_on_two_ranks(tmp_path):
+def test_micro_batches_are_equally_many_on_two_ranks(tmp_path):  # fault 52
     done = fork(micro_batch_worker, tmp_path, tmp_path, ranks=2)
     assert done.codes == [0, 0], done.err
     a, b = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1))
@@ -605,7 +605,7 @@ def test_training_raises_the_reward(demo, tmp_path):
     assert all(r["rollout/probs_diff_max"] < 1e-4 for r in rows)  # the engine kept up with the trainer
 
 
-def test_validation_by_hand(process_group):
+def test_validation_by_hand(process_group):  # fault 53
     """Two prompts of one source, four answers each, one and three right: acc 1/2. pass@2: 1 - C(3,2)/C(4,2) = 1/2, and 1 - C(1,2)/C(4,2) = 1."""
     right = iter([1, 0, 0, 0, 1, 1, 0, 1])
     engine = SimpleNamespace(generate=lambda prompts, sampling, seeds: [Sample(p, [next(right)], "stop", None) for p in prompts])
@@ -640,7 +640,7 @@ def test_check_names_option_value_and_remedy(world, changed, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_check_adapts_and_warns(capsys):
+def test_check_adapts_and_warns(capsys):  # fault 23, 53
     args = grpo.Args(train_batch_size=8, ppo_mini_batch_size=64, val_n=4, kl_loss_coef=0.5, top_p=0.9)
     grpo.check(args, 8)
     assert args.ppo_mini_batch_size == 8 and args.val_n == 1  # four greedy answers would be four times the same
@@ -699,7 +699,7 @@ def test_unsupported_model_is_told_in_one_sentence(demo, tmp_path):
     assert "GraniteForCausalLM" in done.err[0].strip().splitlines()[-1]
 
 
-def test_bad_input_is_told_once(demo, tmp_path):
+def test_bad_input_is_told_once(demo, tmp_path):  # fault 23
     done = fork(become_script, tmp_path, options(demo, tmp_path, train_batch_size=9, ppo_mini_batch_size=3), ranks=2)
     assert min(done.codes) > 0
     assert len(done.err[0].strip().splitlines()) == 1 and "--ppo_mini_batch_size 3 can't be split over 2 GPUs" in done.err[0]

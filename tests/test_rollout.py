@@ -264,7 +264,7 @@ def test_vllm_sync_compares_embedding_head_norm_and_projection(vllm, name):
 
 
 @needs_vllm
-def test_vllm_prefix_cache_would_be_stale(vllm):
+def test_vllm_prefix_cache_would_be_stale(vllm):  # fault 46
     assert 160 > vllm["block_size"]  # only whole blocks are cached: the prompts above have one
     assert vllm["cache kept"] > 1e-2
 
@@ -346,7 +346,7 @@ def table(tmp_path_factory):
 
 @pytest.mark.parametrize("pad_id", [PAD, EOS])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 64])
-def test_hf_lengths_and_finish_reasons(table, pad_id, max_num_seqs):
+def test_hf_lengths_and_finish_reasons(table, pad_id, max_num_seqs):  # fault 26, 27, 29
     engine = HFEngine(table, dtype=torch.float32, device=torch.device("cpu"), max_num_seqs=max_num_seqs, eos_ids=[EOS, EXTRA_EOS, CALLERS_EOS], pad_id=pad_id, logprobs=1.0)
     for temperature in (1.0, 0.0):
         check_chains(*([dataclasses.asdict(s) for s in engine.generate(
@@ -354,7 +354,7 @@ def test_hf_lengths_and_finish_reasons(table, pad_id, max_num_seqs):
 
 
 @pytest.mark.parametrize("options, token, expected", DISTRIBUTIONS)
-def test_hf_samples_what_the_caller_says(table, options, token, expected):
+def test_hf_samples_what_the_caller_says(table, options, token, expected):  # fault 48, 49
     engine = make_engine(make_args("hf"), table)
     engine.max_num_seqs = 4000
     draw = lambda seeds: [dataclasses.asdict(s) for s in engine.generate([[token]] * 4000, Sampling(max_tokens=1, **options), seeds)]

@@ -254,3 +254,30 @@ def test_an_odd_metric_warns_once_and_says_what_to_try(tmp_path, capsys):
         log(step, {"actor/entropy": entropy, "critic/constant_groups_frac": 0.9 if step < 4 else 1.0, "reward/error_frac": 0.0})
     said = capsys.readouterr().err.strip().splitlines()
     assert [line.split(":")[1].strip() for line in said] == ["step 3", "step 4", "step 5"] and "--entropy_coeff" in said[0] and "no group" in said[1]
+
+
+# ---- odd samples
+
+def test_ids_beyond_the_tokenizer_score_0(demo):  # fault 50
+    """The model's vocabulary may be padded: such an id decodes to nothing, and the text around it, right or not, is not what was sampled."""
+    from transformers import AutoTokenizer
+
+    import reward
+    import rollout
+    tokenizer = AutoTokenizer.from_pretrained(demo / "model")
+    ids = tokenizer("#### 7", add_special_tokens=False)["input_ids"]
+    samples = [rollout.Sample([5], [*more, *ids], "stop", None) for more in ([], [len(tokenizer)], [len(tokenizer) + 19])]
+    rows = [{"data_source": "openai/gsm8k", "ground_truth": "7", "extra_info": {}}] * 3
+    with reward.Scorer("auto", workers=1) as scorer:
+        texts, scores = rollout.score(scorer, tokenizer, samples, rows)
+    assert texts == ["#### 7"] * 3 and [(s.score, s.no_answer) for s in scores] == [(1.0, False), (0.0, True), (0.0, True)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_length_metrics_count_response_tokens(demo, tmp_path, script):  # fault 32
+    """Lengths are those of the sampled ids, and clip_ratio is the share of responses that have all --max_response_length of them."""
+    code, output = forked(script, demo, tmp_path, total_training_steps=1, max_response_length=4, dump_rollouts=16, temperature=1.5)
+    lengths = [len(json.loads(line)["response_ids"]) for line in (tmp_path / "runs/run/rollouts/step_1.jsonl").read_text().splitlines()]
+    row, = rows(tmp_path)
+    assert code == 0 and len(lengths) == 16 and 0 < lengths.count(4) < 16, output[-3000:]
+    assert [row[f"response_length/{k}"] for k in ("mean", "max", "min", "clip_ratio")] == [sum(lengths) / 16, max(lengths), min(lengths), lengths.count(4) / 16]
