@@ -219,7 +219,7 @@ AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)
 
 
 def head_logprobs(hidden, weight, bias, labels, temperature, entropy_grad):
-    """hidden (R, H), weight (V, H), labels (R,) -> log-probs (R,) and entropies (R,), fp32."""
+    """hidden (R, H), weight (V, H), labels (R,) -> log-probs (R,) and entropies (R,), at least fp32."""
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     logp = logits.gather(-1, labels[:, None])[:, 0] - logits.logsumexp(-1)
@@ -520,16 +520,15 @@ def ema_update(ref, model, alpha):
 
 
 def loss_weights(lengths, mode, tokens, rows, max_length):
-    """Weight of each response's token losses so that the plain sum over all micro-batches and ranks is the aggregated loss.
+    """Weight (N,) of each response's token losses so that their plain sum over all micro-batches and ranks is the aggregated loss.
 
-    lengths (N,): trained tokens a response. tokens, rows: trained tokens, and responses that have any, in the whole
-    mini-batch on all ranks. max_length: the constant C of Dr. GRPO. Returns (N,) float32.
+    lengths (N,): trained tokens a response. tokens, rows: trained tokens, and responses that have any, in the mini-batch of all ranks.
     """
-    weight = {"token-mean": torch.full_like(lengths, 1 / max(tokens, 1), dtype=torch.float64),              # DAPO, 2503.14476
-              "seq-mean-token-sum": torch.full_like(lengths, 1 / max(rows, 1), dtype=torch.float64),
-              "seq-mean-token-mean": 1 / (max(rows, 1) * lengths.clamp(min=1).double()),                     # GRPO, 2402.03300
-              "seq-mean-token-sum-norm": torch.full_like(lengths, 1 / (max(rows, 1) * max_length), dtype=torch.float64)}  # Dr. GRPO, 2503.20783
-    return weight[mode].float()
+    divisor = {"token-mean": tokens,                                   # DAPO, 2503.14476
+               "seq-mean-token-sum": rows,
+               "seq-mean-token-mean": rows * lengths.clamp(min=1),     # GRPO, 2402.03300
+               "seq-mean-token-sum-norm": rows * max_length}[mode]     # Dr. GRPO, 2503.20783, with max_length for its constant
+    return 1 / torch.as_tensor(divisor, dtype=torch.float64).clamp(min=1).expand(len(lengths))
 
 
 def policy_loss(logp, old_logp, advantages, low=0.2, high=0.2, c=3.0):
@@ -555,20 +554,13 @@ def kl_penalty(logp, ref_logp, kind):
     k1|kl, abs, k2|mse, k3|low_var_kl; a trailing + keeps the value and takes k2's gradient, the unbiased one when used as a
     loss. As in verl k3's log-ratio is clamped to +-20 and its value to +-10.
     """
-    if kind.endswith("+"):
-        value, slope = kl_penalty(logp, ref_logp, kind[:-1]), kl_penalty(logp, ref_logp, "k2")
-        return slope - slope.detach() + value.detach()
     d = logp - ref_logp
-    if kind in ("k1", "kl"):
-        return d
-    if kind == "abs":
-        return d.abs()
-    if kind in ("k2", "mse"):
-        return 0.5 * d.square()
-    if kind not in ("k3", "low_var_kl"):
-        raise NotImplementedError(f"no estimator {kind}")
-    d = d.clamp(-20, 20)
-    return ((-d).exp() - 1 + d).clamp(-10, 10)
+    c = d.clamp(-20, 20)
+    kl = {"k1": d, "kl": d, "abs": d.abs(), "k2": d.square() / 2, "mse": d.square() / 2}
+    kl["k3"] = kl["low_var_kl"] = ((-c).exp() - 1 + c).clamp(-10, 10)
+    if kind.endswith("+"):
+        return kl["k2"] - kl["k2"].detach() + kl[kind[:-1]].detach()
+    return kl[kind]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -609,7 +601,7 @@ def optimize(model, optimizer, lr, epochs, token_losses, batch, args, device):
         lengths = trained[mini]
         tokens, rows = all_sum(int(lengths.sum()), int((lengths > 0).sum()))
         weights = torch.zeros(len(samples))
-        weights[mini] = loss_weights(lengths, args.loss_agg_mode, tokens, rows, args.max_response_length) * (lengths > 0)
+        weights[mini] = (loss_weights(lengths, args.loss_agg_mode, tokens, rows, args.max_response_length) * (lengths > 0)).float()
         sums = None
         while sums is None:
             with memory_for(model, args):
