@@ -43,8 +43,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, perf_metrics, stats, timer, try_save
 from prepare_data import batch_rows, load_prompts, resolve_model
 from reward import Scorer, method_for, summarize
-from rollout import (Sampling, all_sum, build_engine, init_distributed, memory_for, must_sleep, one_sentence, parse_args, print0, rejection_rules,
-                     request_seeds, rollout_correction, score, stop_signals, validate)
+from rollout import (Sampling, all_sum, build_engine, check_common, init_distributed, must_sleep, one_sentence, parse_args, print0, rejection_rules,
+                     request_seeds, rollout_correction, score, stop_signals, validate, within_memory)
 
 
 @dataclass
@@ -151,45 +151,14 @@ class Args:
 
 def check(args, world):
     """Raise ValueError, in a sentence that names the option and the remedy, before anything expensive starts."""
-    mini = args.ppo_mini_batch_size = min(args.ppo_mini_batch_size, args.train_batch_size)
-    longest, responses = args.max_prompt_length + args.max_response_length, args.train_batch_size * args.n
-    for low, high, names in (
-            (1, math.inf, "train_batch_size ppo_mini_batch_size max_prompt_length max_response_length n ppo_epochs val_n max_num_seqs tensor_model_parallel_size kl_horizon"),
-            (0, math.inf, "reward_workers seed overlong_buffer_len ref_ema_steps clip_ratio_low clip_ratio_high kl_coef kl_loss_coef"),
-            (0, 1, "rollout_logprobs gamma ref_ema_alpha clip_cov_ratio kl_cov_ratio"),
-            (1e-9, 1, "top_p gpu_memory_utilization"), (1e-9, math.inf, "temperature kl_target tau_pos tau_neg rollout_is_threshold")):
-        for name in names.split():
-            if not low <= getattr(args, name) <= high:
-                raise ValueError(f"--{name} {getattr(args, name)} must be {'at least ' + str(low) if low in (0, 1) else 'above 0'}{'' if high > 1 else ' and at most 1'}")
-    for bad, sentence in (
-            (args.train_batch_size % mini, f"--train_batch_size {args.train_batch_size} is no multiple of --ppo_mini_batch_size {mini}; change one of them"),
-            (mini % world, f"--ppo_mini_batch_size {mini} can't be split over {world} GPUs; take a multiple of {world}"),
-            (world % args.tensor_model_parallel_size, f"--tensor_model_parallel_size {args.tensor_model_parallel_size} does not divide the {world} GPUs"),
-            (longest > args.max_tokens_per_micro_batch, f"--max_tokens_per_micro_batch {args.max_tokens_per_micro_batch} is below --max_prompt_length + "
-             f"--max_response_length = {longest}: a single sample would not fit; raise it"),
-            (args.n == 1 and (args.filter_groups or args.adv_estimator not in ("reinforce_plus_plus", "remax")), "--n 1 leaves a group of one, whose advantage is 0: nothing would be learned; take --n 2 or more, "
-             "--adv_estimator reinforce_plus_plus or remax (and no --filter_groups), or ppo.py"),
-            (args.top_k < -1 or args.top_k == 0, f"--top_k {args.top_k} must be -1 (off) or at least 1"),
-            (args.clip_ratio_c and args.clip_ratio_c <= 1, f"--clip_ratio_c {args.clip_ratio_c} must be above 1 (or 0 for no dual clip)"),
-            (args.overlong_buffer_len > args.max_response_length, f"--overlong_buffer_len {args.overlong_buffer_len} is beyond --max_response_length {args.max_response_length}"),
-            (args.ignore_eos and args.mask_truncated, "--ignore_eos true cuts every response, and --mask_truncated true leaves those out: nothing would be trained on"),
-            (args.kl_ctrl == "adaptive" and 5 * args.kl_horizon <= responses,
-             f"--kl_horizon {args.kl_horizon} is too short for the {responses} responses of a step, the coefficient could turn negative: raise it"),
-            (unknown := set(args.logger.split(",")) - {"console", "jsonl", "tensorboard", "wandb"},
-             f"--logger {args.logger}: unknown {', '.join(sorted(unknown))}; choose from console,jsonl,tensorboard,wandb")):
-        if bad:
-            raise ValueError(sentence)
+    check_common(args, world, (
+        (0, math.inf, "overlong_buffer_len"), (0, 1, "clip_cov_ratio kl_cov_ratio"), (1e-9, math.inf, "tau_pos tau_neg rollout_is_threshold")), bad=(
+        (args.n == 1 and (args.filter_groups or args.adv_estimator not in ("reinforce_plus_plus", "remax")), "--n 1 leaves a group of one, whose advantage is 0: nothing would be "
+         "learned; take --n 2 or more, --adv_estimator reinforce_plus_plus or remax (and no --filter_groups), or ppo.py"),
+        (args.overlong_buffer_len > args.max_response_length, f"--overlong_buffer_len {args.overlong_buffer_len} is beyond --max_response_length {args.max_response_length}"),
+        (args.ignore_eos and args.mask_truncated, "--ignore_eos true cuts every response, and --mask_truncated true leaves those out: nothing would be trained on")), odd=(
+        (args.loss in ("gspo", "geo_mean", "sapo") and args.loss_agg_mode != "seq-mean-token-mean", f"--loss {args.loss} is meant for --loss_agg_mode seq-mean-token-mean"),))
     rejection_rules(args)
-    for odd, sentence in (
-            (args.top_p < 1 or args.top_k > 0, "training scores with the full softmax, but --top_p/--top_k cut the sampling distribution: the ratio is biased"),
-            (args.val_temperature == 0 and args.val_n > 1, f"greedy validation gives {args.val_n} equal responses; using --val_n 1 (set --val_temperature above 0 for pass@k)"),
-            (args.loss in ("gspo", "geo_mean", "sapo") and args.loss_agg_mode != "seq-mean-token-mean", f"--loss {args.loss} is meant for --loss_agg_mode seq-mean-token-mean"),
-            (not args.use_kl_loss and args.kl_loss_coef not in (0, Args.kl_loss_coef), f"--kl_loss_coef {args.kl_loss_coef} does nothing without --use_kl_loss true"),
-            (not args.use_kl_in_reward and args.kl_coef not in (0, Args.kl_coef), f"--kl_coef {args.kl_coef} does nothing without --use_kl_in_reward true"),
-            (args.ref_ema_steps and not (args.use_kl_loss or args.use_kl_in_reward), "--ref_ema_steps does nothing without --use_kl_loss or --use_kl_in_reward true")):
-        if odd:
-            print0(f"warning: {sentence}")
-    args.val_n = 1 if args.val_temperature == 0 else args.val_n
     if args.rollout_is != "none" or args.rollout_rs != "none":
         args.rollout_logprobs = 1.0  # the correction needs those of every response
 
@@ -743,6 +712,30 @@ def main():
 
         # 5. Update: per mini-batch one optimizer step, accumulated over micro-batches of a token budget.
         with timer(timing, "update_actor"):
+            def accumulate(mini, loss_weight, num_tokens):
+                sums = defaultdict(float)
+                for micro in micro_batches(samples, mini, args.max_tokens_per_micro_batch):
+                    chosen = micro or [mini[0]]  # a rank with nothing left runs along, at weight zero
+                    inputs, labels = pack([samples[i] for i in chosen], device)
+                    flat = flat_rows(offsets, chosen).to(device)
+                    weight = loss_weight[flat] * bool(micro)                                                    # (R,)
+                    logp, entropy = model.token_logprobs(inputs, labels, args.temperature, args.entropy_coeff != 0)
+                    if one_forward and micro:
+                        old_logp[flat] = logp.detach()
+                    token_loss, shares = policy_loss(args, logp, **{k: v[flat] for k, v in tokens.items()})
+                    terms = {"pg_loss": token_loss, "entropy": entropy}
+                    token_loss = token_loss - args.entropy_coeff * entropy
+                    if args.use_kl_loss:
+                        terms["kl_loss"] = kl_penalty(logp, ref_logp[flat], args.kl_loss_type)
+                        token_loss = token_loss + args.kl_loss_coef * terms["kl_loss"]
+                    loss = torch.where(weight > 0, token_loss * weight, 0.0).sum()
+                    (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
+                    sums["loss"] += loss.detach()
+                    for values, per_token in ((terms, weight), (shares, 1 / num_tokens)):  # terms of the loss as they enter it, all else as a mean over tokens
+                        for key, value in values.items():
+                            sums[key] += torch.where(weight > 0, value.detach() * per_token, 0.0).sum()
+                return sums
+
             totals, updates, skipped = defaultdict(float), 0, 0
             for param_group in optimizer.param_groups:  # set, not scheduled: a resumed run takes the command line's values
                 param_group |= {"lr": lr, "weight_decay": args.weight_decay}
@@ -758,31 +751,7 @@ def main():
                     now = batch_logprobs(model, samples, offsets, args, device, mini) if updates else old_logp
                     luck = np.concatenate([np.random.default_rng([seed, step]).random(length) for seed, length in zip(seeds, lengths.tolist())])  # on any rank the same
                     tokens["chosen"] = covariant_tokens(args, now, old_logp, advantages, here, torch.from_numpy(luck)).to(device)
-                sums = None
-                while sums is None:
-                    with memory_for(model, args):
-                        losses = defaultdict(float)
-                        for micro in micro_batches(samples, mini, args.max_tokens_per_micro_batch):
-                            chosen = micro or [start]  # a rank with nothing left runs along, at weight zero
-                            inputs, labels = pack([samples[i] for i in chosen], device)
-                            flat = flat_rows(offsets, chosen).to(device)
-                            weight = loss_weight[flat] * bool(micro)                                                    # (R,)
-                            logp, entropy = model.token_logprobs(inputs, labels, args.temperature, args.entropy_coeff != 0)
-                            if one_forward and micro:
-                                old_logp[flat] = logp.detach()
-                            token_loss, shares = policy_loss(args, logp, **{k: v[flat] for k, v in tokens.items()})
-                            terms = {"pg_loss": token_loss, "entropy": entropy}
-                            token_loss = token_loss - args.entropy_coeff * entropy
-                            if args.use_kl_loss:
-                                terms["kl_loss"] = kl_penalty(logp, ref_logp[flat], args.kl_loss_type)
-                                token_loss = token_loss + args.kl_loss_coef * terms["kl_loss"]
-                            loss = torch.where(weight > 0, token_loss * weight, 0.0).sum()
-                            (loss * world).backward()  # FSDP averages gradients over ranks: times world is the sum
-                            losses["loss"] += loss.detach()
-                            for values, per_token in ((terms, weight), (shares, 1 / num_tokens)):  # terms of the loss as they enter it, all else as a mean over tokens
-                                for key, value in values.items():
-                                    losses[key] += torch.where(weight > 0, value.detach() * per_token, 0.0).sum()
-                        sums = losses
+                sums = within_memory(lambda: accumulate(mini, loss_weight, num_tokens), model, args)
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
                 loss, = all_sum(float(sums.pop("loss")))

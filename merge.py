@@ -133,10 +133,6 @@ def save_checkpoint(run_dir, step, models, state, tokenizer, max_to_keep=None):
                         shutil.rmtree(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Find
-
-
 def try_save(run_dir, step, *arguments):
     """save_checkpoint for a run that goes on when the disk is full, as the next save may find room -> None, or what went wrong."""
     try:
@@ -145,6 +141,10 @@ def try_save(run_dir, step, *arguments):
         if dist.get_rank() == 0:
             print(f"warning: step {step} is not saved: {error}", file=sys.stderr)
         return f"step {step} is not saved: {error}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Find
 
 
 def list_checkpoints(run_dir):

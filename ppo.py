@@ -47,8 +47,8 @@ from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelF
 from merge import dump_rollouts, find_checkpoint, load_checkpoint, make_logger, perf_metrics, stats, timer, try_save
 from prepare_data import batch_rows, load_prompts, resolve_model, tokenize
 from reward import Scorer, method_for, summarize
-from rollout import (Sample, Sampling, all_sum, build_engine, init_distributed, memory_for, must_sleep, one_sentence, parse_args, print0, request_seeds, score,
-                     stop_signals, validate)
+from rollout import (Sample, Sampling, all_sum, build_engine, check_common, init_distributed, must_sleep, one_sentence, parse_args, print0, request_seeds,
+                     score, stop_signals, validate, within_memory)
 
 
 @dataclass
@@ -155,43 +155,12 @@ class Args:
 
 def check(args, world):
     """Raise ValueError, in a sentence that names the option and the remedy, before anything expensive starts."""
-    mini = args.ppo_mini_batch_size = min(args.ppo_mini_batch_size, args.train_batch_size)
-    longest, responses = args.max_prompt_length + args.max_response_length, args.train_batch_size * args.n
-    for low, high, names in (
-            (1, math.inf, "train_batch_size ppo_mini_batch_size max_prompt_length max_response_length n ppo_epochs val_n max_num_seqs tensor_model_parallel_size kl_horizon "
-                          "episode_cost_window_size"),
-            (0, math.inf, "reward_workers seed critic_ppo_epochs critic_warmup ref_ema_steps clip_ratio_low clip_ratio_high kl_coef kl_loss_coef reward_clip lambda_max"),
-            (0, 1, "rollout_logprobs gamma lam ref_ema_alpha"), (1e-9, 1, "top_p gpu_memory_utilization"),
-            (1e-9, math.inf, "temperature kl_target lambda_init cliprange_value")):
-        for name in names.split():
-            if not low <= getattr(args, name) <= high:
-                raise ValueError(f"--{name} {getattr(args, name)} must be {'at least ' + str(low) if low in (0, 1) else 'above 0'}{'' if high > 1 else ' and at most 1'}")
-    for bad, sentence in (
-            (args.train_batch_size % mini, f"--train_batch_size {args.train_batch_size} is no multiple of --ppo_mini_batch_size {mini}; change one of them"),
-            (mini % world, f"--ppo_mini_batch_size {mini} can't be split over {world} GPUs; take a multiple of {world}"),
-            (world % args.tensor_model_parallel_size, f"--tensor_model_parallel_size {args.tensor_model_parallel_size} does not divide the {world} GPUs"),
-            (longest > args.max_tokens_per_micro_batch, f"--max_tokens_per_micro_batch {args.max_tokens_per_micro_batch} is below --max_prompt_length + "
-             f"--max_response_length = {longest}: a single sample would not fit; raise it"),
-            (args.top_k < -1 or args.top_k == 0, f"--top_k {args.top_k} must be -1 (off) or at least 1"),
-            (args.clip_ratio_c and args.clip_ratio_c <= 1, f"--clip_ratio_c {args.clip_ratio_c} must be above 1 (or 0 for no dual clip)"),
-            (args.reward_fn == "none" and not args.reward_model, "--reward_fn none leaves no reward: give --reward_model as well"),
-            (args.cost_fn and args.cost_model, "--cost_fn and --cost_model both define the cost; give one"),
-            (args.lambda_max and args.lambda_max < args.lambda_init, f"--lambda_max {args.lambda_max} is below --lambda_init {args.lambda_init}; raise it"),
-            (args.kl_ctrl == "adaptive" and 5 * args.kl_horizon <= responses,
-             f"--kl_horizon {args.kl_horizon} is too short for the {responses} responses of a step, the coefficient could turn negative: raise it"),
-            (unknown := set(args.logger.split(",")) - {"console", "jsonl", "tensorboard", "wandb"},
-             f"--logger {args.logger}: unknown {', '.join(sorted(unknown))}; choose from console,jsonl,tensorboard,wandb")):
-        if bad:
-            raise ValueError(sentence)
-    for odd, sentence in (
-            (args.top_p < 1 or args.top_k > 0, "training scores with the full softmax, but --top_p/--top_k cut the sampling distribution: the ratio is biased"),
-            (args.val_temperature == 0 and args.val_n > 1, f"greedy validation gives {args.val_n} equal responses; using --val_n 1 (set --val_temperature above 0 for pass@k)"),
-            (not args.use_kl_loss and args.kl_loss_coef not in (0, Args.kl_loss_coef), f"--kl_loss_coef {args.kl_loss_coef} does nothing without --use_kl_loss true"),
-            (not args.use_kl_in_reward and args.kl_coef not in (0, Args.kl_coef), f"--kl_coef {args.kl_coef} does nothing without --use_kl_in_reward true"),
-            (args.ref_ema_steps and not (args.use_kl_loss or args.use_kl_in_reward), "--ref_ema_steps does nothing without --use_kl_loss or --use_kl_in_reward true")):
-        if odd:
-            print0(f"warning: {sentence}")
-    args.val_n = 1 if args.val_temperature == 0 else args.val_n
+    check_common(args, world, (
+        (1, math.inf, "episode_cost_window_size"), (0, math.inf, "critic_ppo_epochs critic_warmup reward_clip lambda_max"), (0, 1, "lam"),
+        (1e-9, math.inf, "lambda_init cliprange_value")), bad=(
+        (args.reward_fn == "none" and not args.reward_model, "--reward_fn none leaves no reward: give --reward_model as well"),
+        (args.cost_fn and args.cost_model, "--cost_fn and --cost_model both define the cost; give one"),
+        (args.lambda_max and args.lambda_max < args.lambda_init, f"--lambda_max {args.lambda_max} is below --lambda_init {args.lambda_init}; raise it")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -602,10 +571,7 @@ def optimize(model, optimizer, lr, epochs, token_losses, batch, args, device):
         tokens, rows = all_sum(int(lengths.sum()), int((lengths > 0).sum()))
         weights = torch.zeros(len(samples))
         weights[mini] = (loss_weights(lengths, args.loss_agg_mode, tokens, rows, args.max_response_length) * (lengths > 0)).float()
-        sums = None
-        while sums is None:
-            with memory_for(model, args):
-                sums = accumulate(mini, weights, tokens)
+        sums = within_memory(lambda: accumulate(mini, weights, tokens), model, args)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         loss, = all_sum(float(sums.pop("loss")))
@@ -788,14 +754,14 @@ def main():
 
         # 4. KL in the reward, advantages and returns, one a token.
         with timer(timing, "adv"):
-            keep = present.repeat_interleave(lengths)                                                           # (R,) tokens with a loss
+            before, keep = values.cpu(), present.repeat_interleave(lengths)                                     # (R,), (R,) tokens with a loss
             kl, beta = torch.zeros(offsets[-1], dtype=torch.float64), state["kl_coef"]                          # (R,); 0 without a penalty
             if args.use_kl_in_reward:
                 kl = kl_penalty(old_logp, ref_logp, args.kl_penalty).double().cpu()
                 current_kl = stats("kl", row_means(kl, lengths)[present])["kl/mean"]
                 metrics |= {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
             rewards = token_rewards(scores.nan_to_num(0.0), kl, beta, lengths)                                  # (R,)
-            advantages, returns = gae(rewards, values.cpu(), lengths, args.gamma, args.lam)                     # (R,), (R,)
+            advantages, returns = gae(rewards, before, lengths, args.gamma, args.lam)                           # (R,), (R,)
             if args.use_kl_in_reward and args.kl_ctrl == "adaptive":
                 state["kl_coef"] = next_kl_coef(beta, current_kl, args.train_batch_size * args.n, args.kl_target, args.kl_horizon)
             if safe:  # the multiplier moves first, by the costs of the last responses; KL raises costs as it lowers rewards
@@ -813,9 +779,9 @@ def main():
                 metrics |= {"safe/cost_window_mean": mean_cost, "safe/lambda": math.exp(state["log_lambda"])} | stats("safe/cost", costs[~costs.isnan()])
             if args.whiten_advantages:
                 advantages[keep] = whiten(advantages[keep])
-            residual, spread = moments((returns - values.cpu())[keep])[2], moments(returns[keep])[2]
+            residual, spread = moments((returns - before)[keep])[2], moments(returns[keep])[2]
             metrics["critic/vf_explained_var"] = 1 - residual / (spread + 1e-5)
-            for name, x in (("rewards", row_means(rewards, lengths)[present] * lengths[present]), ("advantages", advantages[keep]), ("returns", returns[keep]), ("values", values.cpu()[keep])):
+            for name, x in (("rewards", row_means(rewards, lengths)[present] * lengths[present]), ("advantages", advantages[keep]), ("returns", returns[keep]), ("values", before[keep])):
                 metrics |= stats(f"critic/{name}", x)
             advantages, returns = advantages.float().to(device), returns.float().to(device)
 

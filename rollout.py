@@ -86,6 +86,45 @@ def parse_args(cls, argv=None):
     return cls(**vars(parser.parse_args(argv)))
 
 
+def check_common(args, world, bounds, bad=(), odd=()):
+    """Refuse options (ValueError) that contradict each other or the number of GPUs, in a sentence that names option and remedy; warn of odd ones.
+
+    Here is what both training scripts ask; they add bounds (low, high, "names of options"), bad and odd ones (condition, sentence).
+    """
+    mini = args.ppo_mini_batch_size = min(args.ppo_mini_batch_size, args.train_batch_size)
+    longest, responses = args.max_prompt_length + args.max_response_length, args.train_batch_size * args.n
+    for low, high, names in (
+            (1, math.inf, "train_batch_size ppo_mini_batch_size max_prompt_length max_response_length n ppo_epochs val_n max_num_seqs tensor_model_parallel_size kl_horizon"),
+            (0, math.inf, "reward_workers seed ref_ema_steps clip_ratio_low clip_ratio_high kl_coef kl_loss_coef"),
+            (0, 1, "rollout_logprobs gamma ref_ema_alpha"), (1e-9, 1, "top_p gpu_memory_utilization"), (1e-9, math.inf, "temperature kl_target"), *bounds):
+        for name in names.split():
+            if not low <= getattr(args, name) <= high:
+                raise ValueError(f"--{name} {getattr(args, name)} must be {'at least ' + str(low) if low in (0, 1) else 'above 0'}{'' if high > 1 else ' and at most 1'}")
+    for refused, sentence in (
+            (args.train_batch_size % mini, f"--train_batch_size {args.train_batch_size} is no multiple of --ppo_mini_batch_size {mini}; change one of them"),
+            (mini % world, f"--ppo_mini_batch_size {mini} can't be split over {world} GPUs; take a multiple of {world}"),
+            (world % args.tensor_model_parallel_size, f"--tensor_model_parallel_size {args.tensor_model_parallel_size} does not divide the {world} GPUs"),
+            (longest > args.max_tokens_per_micro_batch, f"--max_tokens_per_micro_batch {args.max_tokens_per_micro_batch} is below --max_prompt_length + "
+             f"--max_response_length = {longest}: a single sample would not fit; raise it"),
+            (args.top_k < -1 or args.top_k == 0, f"--top_k {args.top_k} must be -1 (off) or at least 1"),
+            (args.clip_ratio_c and args.clip_ratio_c <= 1, f"--clip_ratio_c {args.clip_ratio_c} must be above 1 (or 0 for no dual clip)"),
+            (args.kl_ctrl == "adaptive" and 5 * args.kl_horizon <= responses,
+             f"--kl_horizon {args.kl_horizon} is too short for the {responses} responses of a step, the coefficient could turn negative: raise it"),
+            (unknown := set(args.logger.split(",")) - {"console", "jsonl", "tensorboard", "wandb"},
+             f"--logger {args.logger}: unknown {', '.join(sorted(unknown))}; choose from console,jsonl,tensorboard,wandb"), *bad):
+        if refused:
+            raise ValueError(sentence)
+    for doubtful, sentence in (
+            (args.top_p < 1 or args.top_k > 0, "training scores with the full softmax, but --top_p/--top_k cut the sampling distribution: the ratio is biased"),
+            (args.val_temperature == 0 and args.val_n > 1, f"greedy validation gives {args.val_n} equal responses; using --val_n 1 (set --val_temperature above 0 for pass@k)"),
+            (not args.use_kl_loss and args.kl_loss_coef not in (0, type(args).kl_loss_coef), f"--kl_loss_coef {args.kl_loss_coef} does nothing without --use_kl_loss true"),
+            (not args.use_kl_in_reward and args.kl_coef not in (0, type(args).kl_coef), f"--kl_coef {args.kl_coef} does nothing without --use_kl_in_reward true"),
+            (args.ref_ema_steps and not (args.use_kl_loss or args.use_kl_in_reward), "--ref_ema_steps does nothing without --use_kl_loss or --use_kl_in_reward true"), *odd):
+        if doubtful:
+            print0(f"warning: {sentence}")
+    args.val_n = 1 if args.val_temperature == 0 else args.val_n
+
+
 @contextlib.contextmanager
 def one_sentence():
     """What the user can put right ends the run with a sentence in place of a traceback."""
@@ -145,15 +184,15 @@ def stop_signals():
     return received
 
 
-@contextlib.contextmanager
-def memory_for(model, args):
-    """Out of GPU memory while gradients are accumulated inside: they are dropped and --max_tokens_per_micro_batch is halved; the caller
-    tries again. On several ranks the others wait in a collective by then: there it ends the run."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        if dist.get_world_size() > 1 or args.max_tokens_per_micro_batch < 512 or not hasattr(model, "reset_iter_state"):  # torch 2.13
-            raise
+def within_memory(accumulate, model, args):
+    """accumulate(), which adds up gradients of `model`; out of GPU memory they are dropped and it is called again with half of
+    --max_tokens_per_micro_batch. On several ranks the others wait in a collective by then: there it ends the run."""
+    while True:
+        try:
+            return accumulate()
+        except torch.OutOfMemoryError:
+            if dist.get_world_size() > 1 or args.max_tokens_per_micro_batch < 512 or not hasattr(model, "reset_iter_state"):  # torch 2.13
+                raise
         args.max_tokens_per_micro_batch //= 2
         print0(f"warning: out of GPU memory in an update; going on with --max_tokens_per_micro_batch {args.max_tokens_per_micro_batch}")
         model.zero_grad()  # of the whole parameters of layers that were at work
@@ -537,8 +576,9 @@ def build_engine(args, path, tokenizer, generation_config, device):
     if count < 1 or count > 1 and (args.sleep == "always" or args.tensor_model_parallel_size > 1):
         raise ValueError(f"--engines_per_gpu {count} must be at least 1; more than one work with --sleep never and --tensor_model_parallel_size 1 only")
     if count > 1 and device.type == "cuda":  # engines that start at the same time can't measure what is free: weights, 3 GiB to work in, the rest is cache
+        from transformers import AutoConfig
         share /= count
-        kv_cache_bytes = int(share * torch.cuda.get_device_properties(device).total_memory - 2 * count_parameters(path) - 3 * 2**30)
+        kv_cache_bytes = int(share * torch.cuda.get_device_properties(device).total_memory - 2 * count_parameters(AutoConfig.from_pretrained(path)) - 3 * 2**30)
         if kv_cache_bytes < 2**30:
             raise ValueError(f"--engines_per_gpu {count} does not fit into --gpu_memory_utilization {args.gpu_memory_utilization} of the GPU: raise it or take fewer engines")
     try:
@@ -554,11 +594,11 @@ def build_engine(args, path, tokenizer, generation_config, device):
                          f"--max_response_length, or raise --tensor_model_parallel_size ({str(error).splitlines()[0]})") from error
 
 
-def count_parameters(model):
-    """Of a config, or of the model at a path, without making it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def count_parameters(config):
+    """Of a causal LM of this config, without making it."""
+    from transformers import AutoModelForCausalLM
     with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model) if isinstance(model, (str, os.PathLike)) else model).parameters())
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def must_sleep(args, config, world, trained=1):
